@@ -112,7 +112,8 @@ class Arm:
         name = f"{self.name}-{seed}"
         own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs), "--tracking.plots", "false"]
         command = (*self.launch.command, str(self.code / "train.py"), *self.words, *own)
-        return Training(self.runs / name, self.settings["steps"], command)
+        # The scorer evaluates the weights of the first run; of the others, only metrics are compared.
+        return Training(self.runs / name, self.settings["steps"], command, keep_checkpoints=index == 0)
 
     def losses(self, n: int, metric: str = "val/loss") -> list[float]:
         """Return a metric at the last step of the first n runs, all of them finished and checked.

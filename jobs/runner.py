@@ -50,6 +50,8 @@ class Training:
     command: tuple[str, ...]
     restart: bool = False
     """Start it even if it is finished, as with --resume never."""
+    keep_checkpoints: bool = True
+    """Keep its checkpoints when it has finished."""
 
     @property
     def reader(self) -> RunReader:
@@ -250,7 +252,7 @@ class JobRunner:
                 continue
             del self._running[training]
             if exit_code == 0:
-                self.outcomes[training] = "finished"
+                self._record_finished(training)
                 continue
             message = training.failure_message(run.start_time)
             if exit_code < 0:
@@ -278,8 +280,16 @@ class JobRunner:
         for run in self._running.values():
             self._send(run, self.signal or signal.SIGTERM)
         for training, run in self._running.items():
-            self.outcomes[training] = "stopped" if run.process.wait() else "finished"
+            if run.process.wait():
+                self.outcomes[training] = "stopped"
+            else:
+                self._record_finished(training)
         self._running.clear()
+
+    def _record_finished(self, training: Training) -> None:
+        self.outcomes[training] = "finished"
+        if not training.keep_checkpoints:
+            shutil.rmtree(training.directory / "checkpoints", ignore_errors=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # _stop_all forwards the first signal. Later ones are forwarded here: a second one ends a run without saving.

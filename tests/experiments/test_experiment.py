@@ -604,6 +604,8 @@ def test_real_runs_detect_planted_defect(tiny, tmp_path, capsys):
     measured = json.loads((tmp_path / "lab" / "scores" / f"{run.name}.json").read_text())
     assert measured["loss"] == pytest.approx(measured["val/loss"], rel=1e-5) and measured["is_causal"]
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["val/entropy"] == measured["entropy"]
+    with_checkpoints = {folder.parent.name for folder in run.parent.glob("*/checkpoints")}
+    assert with_checkpoints == {f"{found[which]}-0" for which in ("baseline", "candidate")}
 
 
 @pytest.mark.slow

@@ -255,6 +255,14 @@ def test_concurrent_commands_divide_the_runs(run, tmp_path):
     assert sorted(name for name, _ in starts) == [f"run-{number}" for number in range(6)], "each was trained once"
 
 
+def test_checkpoints_of_finished_runs_are_deleted(run):
+    runs = [run("kept"), run("deleted", keep_checkpoints=False), run("unfinished", "fails", keep_checkpoints=False)]
+    for training in runs:
+        (training.directory / "checkpoints" / "step-00000004").mkdir(parents=True)
+    JobRunner(1).train(runs, until_failure=False)
+    assert [(training.directory / "checkpoints").exists() for training in runs] == [True, False, True]
+
+
 def test_signal_stops_all_runs(run):
     found = JobRunner(2)
 
