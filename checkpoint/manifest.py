@@ -63,12 +63,6 @@ class Manifest:
         facts = {"format": FORMAT, **asdict(self)}
         write_atomically(directory / MANIFEST, json.dumps(facts | {"digest": _digest(facts)}, indent=2))
 
-    @property
-    def val_loss(self) -> float | None:
-        """The validation loss; None if it was not measured at this step or is not finite."""
-        loss = self.metrics.get("val/loss")
-        return loss if isinstance(loss, float) and math.isfinite(loss) else None
-
 
 def step_directory(checkpoints: Path, step: int) -> Path:
     """Return the directory of the checkpoint of `step`."""
@@ -157,8 +151,9 @@ def best_checkpoints(manifests: dict[Path, Manifest]) -> list[Path]:
     """
     best: dict[str, tuple[float, Path]] = {}
     for path, manifest in manifests.items():
-        loss, num_samples = manifest.val_loss, str(flat_settings(manifest.config).get("evaluation.num_samples"))
-        if loss is not None and (num_samples not in best or loss < best[num_samples][0]):
+        loss = manifest.metrics.get("val/loss")
+        num_samples = str(flat_settings(manifest.config).get("evaluation.num_samples"))
+        if isinstance(loss, float) and math.isfinite(loss) and loss < best.get(num_samples, (math.inf, path))[0]:
             best[num_samples] = loss, path
     return [path for _, path in best.values()]
 

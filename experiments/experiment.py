@@ -73,7 +73,8 @@ def main(config: ExperimentConfig) -> None:
         row = run_experiment(config)
     except BaseException as error:
         if config.json:
-            print_error(config.arguments[0], str(error) or type(error).__name__, exit_code_of(error))
+            exit_code = {ConfigError: 2, Stopped: 75, KeyboardInterrupt: 130}.get(type(error), 1)
+            print_error(config.arguments[0], str(error) or type(error).__name__, exit_code)
         if isinstance(error, Stopped):
             print(error, file=sys.stderr)
             raise SystemExit(75) from None
@@ -90,12 +91,6 @@ def run_experiment(config: ExperimentConfig) -> dict[str, Any]:
     log.append(lab, row)
     row["candidates_tried"] = log.count_candidates(lab, row["untuned_baseline"])
     return row
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code with which an error ends experiment.py."""
-    codes: dict[type[BaseException], int] = {ConfigError: 2, Stopped: 75, KeyboardInterrupt: 130}
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
 class Experiment:

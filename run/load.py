@@ -69,7 +69,7 @@ def load_with_source(
     path = expand_user_path(setting, path)
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise ConfigError(f"{setting}: {str(path)!r} is a directory that this user may not read")
-    if not is_run(path):
+    if not any((path / name).exists() for name in ("config.yaml", "checkpoints", MANIFEST)):  # not a run
         if checkpoint != "latest":
             raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is not a run; leave it out")
         return LoadedModel(None, *load_transformers(str(path), setting)), None
@@ -118,11 +118,6 @@ def hash_weights(weights: dict[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def is_run(path: Path) -> bool:
-    """Return whether `path` is the directory of a run or of a checkpoint."""
-    return any((path / name).exists() for name in ("config.yaml", "checkpoints", MANIFEST))
 
 
 def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path, Manifest]:
