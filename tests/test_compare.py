@@ -10,13 +10,14 @@ import sys
 import warnings
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from cli import scripts
 from compare import CompareConfig, main
-from comparison.records import read_record, read_records
+from comparison.records import prediction_task, read_record, read_records
 from comparison.report import Curves, save_figure, wrap_label
 from experiments.sequential_test import welch_p_value
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
@@ -445,6 +446,14 @@ def test_mixture_of_other_weights_is_other_data(tmp_path, capsys):
         "predict 2 kinds of data" in (shown := printed(capsys, *runs))
         and "text of c x 1, d x 2 (hash hash0000): 2" in shown
     )
+
+
+def test_moved_text_is_the_same_task():
+    def task(hash, path):
+        settings = {"data.source": "text", "data.hash": hash, "data.path": path}
+        return prediction_task(SimpleNamespace(settings=settings))
+
+    assert task("a", "here") == task("a", "there") != task("b", "there")
 
 
 def test_branch_on_other_data_shows_no_effect(family, capsys):
