@@ -220,7 +220,7 @@ def baseline_process_bytes(config: TrainConfig, accelerator: Accelerator) -> int
         steps=1,
         model=replace(config.model, n_layers=1, d_model=16, n_heads=1, n_kv_heads=None, head_dim=None, d_ff=16),
         evaluation=replace(
-            config.evaluation, num_samples=2, micro_batch_size=1, num_scored_generations=9, num_logged_generations=0
+            config.evaluation, num_samples=2, micro_batch_size=1, num_scored_generations=1, num_logged_generations=0
         ),
     )
     if not several_machines():
