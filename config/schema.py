@@ -38,22 +38,22 @@ class DataConfig:
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every 1,000 training
-    sequences the number from each corpus is proportional to its weight. The same holds for the validation sequences,
-    unless evaluation.num_samples is null: then all validation sequences of all corpora are used."""
+    sequences, and in the validation sequences unless evaluation.num_samples is null, the number from each corpus is
+    proportional to its weight."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
     but attention does not cross document boundaries and positions restart there; padded: one document per sequence,
     truncated or padded to seq_len. Conversations are never cut into windows: concat and isolated both put as many whole
-    conversations into a sequence as fit, isolated from each other; padded puts one."""
+    ones into a sequence as fit, isolated from each other."""
 
     hash: str | None = None
     """source text: hash of the tokens and the tokenizer. null: filled in when the run first starts, so that it is never
     resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
-    """sources random and stories: seed of the training and the validation set. null: the value stored in the run that
-    is resumed or the checkpoint of branch_from, otherwise 0; the top-level `seed` does not affect it."""
+    """sources random and stories: seed of the training and the validation set, independent of the top-level `seed`.
+    null: that of the run that is resumed or of the checkpoint of branch_from, otherwise 0."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: sequences in the training set. An epoch visits each once."""
@@ -66,7 +66,7 @@ class DataConfig:
     """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
 
     num_workers: UpTo256 = 0
-    """DataLoader workers of each training process, at most 256. 0: load in the training process."""
+    """DataLoader workers of each training process. 0: load in the training process."""
 
     @property
     def corpora(self) -> list[str]:
@@ -112,7 +112,7 @@ class OptimizerConfig:
     """Peak learning rate; `schedule` scales it."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, on matrices only: not on biases, norm gains or anything else with one dimension."""
+    """Decoupled weight decay of the matrices; biases, norm gains and other vectors have none."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of two running averages. adamw: of the gradient and of its square; muon: of the gradient and of the
@@ -144,7 +144,7 @@ class ScheduleConfig:
     global_batch_size. The size then grows by this number at evenly spaced steps. null: always global_batch_size."""
 
     batch_warmup_steps: NonNegativeInt | None = None
-    """Steps until the batch size reaches global_batch_size; the increases are evenly spaced over them."""
+    """Steps until the batch size reaches global_batch_size."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Sequences in the validation set, all of which are used by every evaluation. source text: a smaller
-    validation split is used whole; null: always all of it."""
+    """Sequences in the validation set, all used by every evaluation. source text: a smaller validation split is used
+    whole; null: always all of it."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in a forward pass of an evaluation."""
@@ -198,12 +198,11 @@ class EvaluationConfig:
     EMA is evaluated, exported and sampled from. null: no EMA; the trained weights are used instead."""
 
     num_scored_generations: UpTo100000 = 200
-    """source stories: stories generated at the end of the run to report the fraction that the grammar accepts; at most
-    100,000. 0: none."""
+    """source stories: stories generated at the end to report the fraction that the grammar accepts. 0: none."""
 
     num_logged_generations: UpTo1000 = 2
     """Texts of up to 128 tokens generated and logged at every evaluation after step 0 and at the end, where a run on
-    stories logs its scored generations instead; at most 1,000. 0: none."""
+    stories logs its scored generations instead. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature of these generations."""
@@ -214,8 +213,8 @@ class TrackingConfig:
     """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
-    """wandb: Weights & Biases, with metrics, generations and code; tensorboard (in the run directory) and trackio:
-    metrics and generations. They need `pip install tensorboard` or `pip install trackio`."""
+    """wandb: Weights & Biases, with metrics, generations and code; tensorboard (in the run directory) and trackio,
+    both to be installed with pip: metrics and generations."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
@@ -317,8 +316,8 @@ class TrainConfig:
     deterministic algorithms only, and on the CPU with one thread per process."""
 
     compile: bool = False
-    """Compile each transformer block and the chunked loss with torch.compile. Without a compiler on the machine the run
-    trains uncompiled, and its first lines of output say so."""
+    """Compile each transformer block and the chunked loss with torch.compile. Without a compiler the run trains
+    uncompiled, as its first lines of output report."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32, several times as fast; of use only without mixed precision.
@@ -329,9 +328,9 @@ class TrainConfig:
     a third more FLOPs."""
 
     chunked_loss: bool | None = None
-    """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), so that the logits are
-    never in memory all at once; on a CPU it is also faster. null: true with `compile`, or if the logits take more than
-    one chunk (32 MiB on a CPU, 1 GiB on a GPU)."""
+    """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
+    memory and, on a CPU, less time. null: true with `compile`, or if the logits take more than one chunk (32 MiB on a
+    CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
     """Save and stop after this step, as on a signal; the same command then resumes the run up to `steps`. Ignored by a

@@ -29,7 +29,8 @@ def setting_lines(settings: type, section: str = "") -> list[str]:
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
         default = default.removesuffix("\n").removesuffix("\n...")
-        text = f"({describe(field.type)}; default {default}): {' '.join(str(docstrings[field.name]).split())}"
+        values = "" if field.type is bool else f"{describe(field.type)}; "
+        text = f"({values}default {default}): {' '.join(str(docstrings[field.name]).split())}"
         lines.append(f"- **`{section}{field.name}`** {text}".replace("<", "&lt;"))
     return lines
 

@@ -8,10 +8,7 @@ from model.field_types import HalfOpenUnitInterval, PositiveFloat, PositiveInt, 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer; the defaults are a small GPT-2.
-
-    The FAMILIES below have an exact counterpart in transformers, see model/hf.py.
-    """
+    """A decoder-only transformer; the defaults are a small GPT-2."""
 
     vocab_size: PositiveInt | None = None
     """Size of the vocabulary. null: the tokenizer's, filled in before the model is built."""
@@ -33,12 +30,10 @@ class GPTConfig:
     """Width of the residual stream and the embeddings."""
 
     d_ff: PositiveInt = 512
-    """Hidden width of the MLP, commonly 4 x d_model, or 8/3 x d_model for swiglu, which has three matrices instead of
-    two."""
+    """Hidden width of the MLP, commonly 4 x d_model, or 8/3 x d_model for swiglu."""
 
     dropout: HalfOpenUnitInterval = 0.1
-    """Dropout probability of the embeddings, the attention weights, and the output of each attention and MLP in
-    training. At least 0, less than 1."""
+    """Dropout probability of the embeddings, the attention weights, and the output of each attention and MLP."""
 
     head_dim: PositiveInt | None = None
     """Width of one attention head. null: d_model / n_heads."""
@@ -55,12 +50,12 @@ class GPTConfig:
 
     window: PositiveInt | None = None
     """Sliding-window attention: number of positions that a query attends to, its own and the window - 1 before it
-    (Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825). At most max_position_embeddings. null: no window."""
+    (Jiang et al. 2023, arXiv:2310.06825). At most max_position_embeddings. null: no window."""
 
     window_pattern: str = "SSL"
-    """window: letters that are assigned to the layers in turn, over and over. S (short) has the window, L (long)
-    attends to all earlier positions. The last layer is always long, as with nanochat's --window-pattern. SL is Gemma
-    2's alternation (arXiv:2408.00118)."""
+    """window: letters assigned to the layers in rotation. S (short) has the window, L (long) attends to all earlier
+    positions. The last layer is always long, as with nanochat's --window-pattern. SL is Gemma 2's alternation
+    (arXiv:2408.00118)."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the output projection."""
@@ -155,4 +150,4 @@ FAMILIES = {
     "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
 }
-"""The settings that define each family of models, by the model_type of transformers."""
+"""Settings of each family of models that model/hf.py converts exactly, by the model_type of transformers."""
