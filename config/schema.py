@@ -44,8 +44,8 @@ class DataConfig:
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
     but attention does not cross document boundaries and positions restart there; padded: one document per sequence,
-    truncated or padded to seq_len. Conversations are never cut into windows: concat and isolated both put as many whole
-    ones into a sequence as fit, isolated from each other."""
+    truncated or padded to seq_len. Conversations are never cut into windows: concat and isolated both pack whole ones,
+    isolated from each other."""
 
     hash: str | None = None
     """source text: hash of the tokens and the tokenizer. null: filled in when the run first starts, so that it is never
@@ -155,7 +155,7 @@ class CheckpointConfig:
     """Steps between checkpoints. The last step is always saved."""
 
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep. The one with the best validation loss is kept too."""
+    """Number of newest checkpoints to keep, in addition to the one with the best validation loss."""
 
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: none."""
@@ -195,7 +195,7 @@ class EvaluationConfig:
 
     ema_decay: OpenUnitInterval | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps. The
-    EMA is evaluated, exported and sampled from. null: no EMA; the trained weights are used instead."""
+    EMA is evaluated, exported and sampled from. null: no EMA."""
 
     num_scored_generations: UpTo100000 = 200
     """source stories: stories generated at the end to report the fraction that the grammar accepts. 0: none."""
@@ -223,7 +223,7 @@ class TrackingConfig:
     """The run's project in W&B or Trackio."""
 
     group: str | None = None
-    """The run's group in W&B. null: none; sweep.py sets it to the name of the sweep."""
+    """The run's group in W&B; sweep.py sets it to the name of the sweep."""
 
     tags: list[str] | None = None
     """The run's tags in W&B, such as [baseline, wide]."""
@@ -300,7 +300,7 @@ class TrainConfig:
     renaming an existing run directory."""
 
     branch_from: str | None = None
-    """Path of a checkpoint whose weights, moments and step a new run starts from. null: none."""
+    """Path of a checkpoint whose weights, moments and step a new run starts from."""
 
     init_from: str | None = None
     """Model whose weights a new run starts from, at step 0 and with a new optimizer: a run, a folder in

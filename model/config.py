@@ -11,7 +11,7 @@ class GPTConfig:
     """A decoder-only transformer; the defaults are a small GPT-2."""
 
     vocab_size: PositiveInt | None = None
-    """Size of the vocabulary. null: the tokenizer's, filled in before the model is built."""
+    """Size of the vocabulary. null: the tokenizer's."""
 
     max_position_embeddings: PositiveInt = 128
     """Longest sequence the model accepts, in tokens."""
