@@ -209,7 +209,7 @@ def _mark_answers(marked: list[tuple[int, int]], text: str, messages: list[Messa
         weights = [1] * len(marked)
     in_answer = bytearray(len(text) + 1)
     for (begin, end), weight in zip(marked, weights, strict=True):
-        in_answer[begin:end] = bytes([weight]) * (end - begin)
+        in_answer[begin:end] = bytes([int(weight)]) * (end - begin)
     return in_answer
 
 

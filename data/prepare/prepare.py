@@ -391,7 +391,9 @@ def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
 
 def _refuse_empty_split(config: PrepareConfig, num_train: int, num_validation: int) -> None:
     if num_train == 0:
-        rest = f" is left for training: all {num_validation:,} documents are for validation" if num_validation else ""
+        rest = ", nor a conversation with an answer of role 'assistant'"
+        if num_validation:
+            rest = f" is left for training: all {num_validation:,} documents are for validation"
         raise ConfigError(f"source: {config.source!r}: no text{rest}")
     if num_validation == 0 and _parse_validation(config) != ("hash", 0.0):
         problem = f"validation: {config.validation!r} keeps none of the {num_train:,} documents"

@@ -307,7 +307,8 @@ def test_prepare_refuses_keys_template_ignores(tmp_path, row, named):
 def test_answer_of_weight_zero_is_masked(folder, tmp_path):
     turns = [("user", "q"), ("assistant", "One."), ("user", "q"), ("assistant", "Two.")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    one, two = ([{**m, "weight": int(m["content"] == text)} for m in messages] for text in ("One.", "Two."))
+    weights = ("One.", int), ("Two.", float)  # pandas writes integers as floats if a row has none
+    one, two = ([{**m, "weight": kind(m["content"] == text)} for m in messages] for text, kind in weights)
     for message in (*one, *two):
         if message["role"] == "user":
             del message["weight"]
@@ -405,6 +406,7 @@ MESSAGES = {"messages": conversation(1)}
         ([{"messages": [{"role": "system", "content": "a"}], "system": "b"}], ["'system' is 'b'", "no message"]),
         ([{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}], ["role 'assistant' with weight 0.5"]),
         ([{"messages": [{"role": "user", "content": "a", "weight": 1}]}], ["role 'user' with weight 1", "0 or"]),
+        ([{"messages": [{"role": "Assistant", "content": "a"}]}], ["no text, nor", "answer of role 'assistant'"]),
     ],
 )
 def test_prepare_names_invalid_conversation_row(tmp_path, rows, named):
