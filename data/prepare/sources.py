@@ -164,8 +164,12 @@ class Source:
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files that match a pattern, sorted by name; `**` matches any folders."""
-    return sorted({*filter(os.path.isfile, glob(pattern, recursive=True))})
+    """Return the files that match a pattern, sorted by name; `**` matches any folders.
+
+    Broken links are included, so that opening them fails instead of silently leaving out text.
+    """
+    found = {*glob(pattern, recursive=True)}
+    return sorted(file for file in found if os.path.isfile(file) or not os.path.exists(file))
 
 
 def get_source_stamp(file: str) -> list[int] | None:

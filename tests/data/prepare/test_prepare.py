@@ -246,6 +246,14 @@ def test_find_files_sorts_and_enters_folders(tmp_path, monkeypatch):
     assert find_files("**/deep/*.txt") == find_files("texts/*/c.txt") == ["texts/deep/c.txt"]
 
 
+def test_prepare_refuses_broken_link(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
+    for source in ("*.jsonl", "b.jsonl"):
+        with pytest.raises(FileNotFoundError, match=r"b\.jsonl"):
+            make(tmp_path / source, tmp_path / "out", validation="hash:0.0")
+
+
 def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
