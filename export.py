@@ -147,13 +147,13 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
     except ValueError as error:
         raise ConfigError(f"run: {error}") from None
     if (tokenizer := loaded.tokenizer) is not None:
+        prepare_tokenizer(tokenizer, loaded)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
         if len(ends := ChatTemplate(tokenizer).ends_of_answer()) > 1:
             hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
-        prepare_tokenizer(tokenizer, loaded)
     try:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -244,7 +244,7 @@ def describe_data(loaded: LoadedModel) -> str:
             metadata = read_metadata(Path(path).expanduser())
             if metadata["hash"] not in str(data.hash).split("+"):
                 raise ConfigError(f"{path} is another corpus now")
-            train, tokenizer = metadata["train"], metadata["tokenizer"]["name"]
+            train, tokenizer = metadata["train"], without_folders(metadata["tokenizer"]["name"])
             kind = "conversations" if metadata.get("conversations") else "documents"
             lines.append(
                 f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"

@@ -59,6 +59,15 @@ def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
     assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 0
 
 
+def test_export_begins_with_end_of_text_instead_of_bos(runs, tmp_path):
+    """Training documents began with end-of-text, whatever token the tokenizer calls bos."""
+    loaded = load_run(runs / "gpt2")
+    loaded.tokenizer.bos_token = loaded.tokenizer.convert_ids_to_tokens(1)
+    export.write_model(tmp_path, loaded)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert model.config.bos_token_id == model.generation_config.bos_token_id == tokenizer("Meet").input_ids[0] == 0
+
+
 @every_family
 def test_export_works_with_batches_and_card_code(family, runs, tmp_path, monkeypatch, capsys):
     """Batches, long texts and the code of the card; what transformers generates starts as in training."""
@@ -187,6 +196,9 @@ def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
         config = TrainConfig(data=DataConfig(source="text", path=str(tmp_path / "plays"), hash=of_run))
         described = export.describe_data(LoadedModel(config, None, None))
         assert described.endswith("- `plays`: 1 documents, 9 tokens by `byte`")
+    metadata = make(tmp_path / "plays.txt", tmp_path / "copy", str(tmp_path / "plays" / "tokenizer"))
+    copy = replace_settings(config, {"data.path": str(tmp_path / "copy"), "data.hash": metadata["hash"]})
+    assert export.describe_data(LoadedModel(copy, None, None)).endswith("tokens by `tokenizer`"), "no local path"
     config = replace_settings(config, {"data.hash": "00ff"})
     assert export.describe_data(LoadedModel(config, None, None)).endswith("- `plays`")
 
