@@ -46,13 +46,14 @@ class RunDirectory:
         self.sessions_file, self.status_file = self.path / "sessions.jsonl", self.path / "status.json"
         self.lock = RunLock(self.path)
         self.is_open = False
-        self._checked_config: TrainConfig | None = None
+        self._resolved_config: TrainConfig | None = None
 
     def check(self, config: TrainConfig) -> None:
         """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
 
         Every process calls it before anything is allocated; nothing is written.
         """
+        self._resolved_config = config
         existing = self.path
         try:
             existing = next(path for path in (self.path, *self.path.parents) if path.exists())
@@ -64,7 +65,6 @@ class RunDirectory:
             check_new_run(self.path, config)
         else:
             check_existing_run(self.path, config, stored)
-        self._checked_config = config
 
     def open(self, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
         """Choose the checkpoint to start from and write the resolved config; called by all processes together.
@@ -161,8 +161,8 @@ class RunDirectory:
             stored = resumed_settings(self.path, config)
             if stored is None:
                 return False
-            if self._checked_config is not None:
-                config = self._checked_config  # resolved
+            if self._resolved_config is not None:
+                config = self._resolved_config
             elif config.init_from is not None:
                 config = with_stored_model(config, stored)
             if not differing_settings(stored, config) and config.branch_from in (None, stored["branch_from"]):

@@ -361,6 +361,15 @@ def test_refused_start_of_another_run_keeps_status(arguments, run):
     assert not [path for path in run.parent.iterdir() if path != run]
 
 
+def test_refused_other_corpus_keeps_status(run):
+    """Its hash is known only when the config is resolved."""
+    config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
+    directory = RunDirectory(config.out_dir, config.name)
+    with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), directory.record_outcome(config):
+        directory.check(replace_settings(config, {"data.hash": "00ff"}))
+    assert read_status(run / "status.json") == Status("finished", STEPS)
+
+
 def test_lock_applies_through_symbolic_link(run):
     (run.parent / "link").symlink_to("run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
