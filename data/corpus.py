@@ -131,7 +131,8 @@ def _load_text(config: TrainConfig) -> Corpus:
         problem = f"data.hash: {data.hash}, but the corpus has the hash {content_hash}"
         raise ConfigError(f"{problem}; set data.hash to the latter, or null")
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
-        raise ConfigError(f"data.mix: {', '.join(data.mix or ())} were made with different tokenizers")
+        problem = f"{', '.join(data.mix or ())} were made with different tokenizers"
+        raise ConfigError(f"data.mix: {problem}; prepare them with one --tokenizer")
     chat = any(corpus.has_conversations for corpus in corpora)
     packing = "isolated" if chat and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
