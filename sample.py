@@ -93,12 +93,11 @@ def converse(loaded: LoadedModel, config: SampleConfig) -> None:
 
 def check_system(system: list[Message], template: ChatTemplate, room: int) -> None:
     """Raise ConfigError if the template ignores the system message, or if it has more than `room` tokens."""
-    user = [{"role": "user", "content": ""}]
-    tokens = template.prompt(system + user)
-    if tokens == template.prompt(user):
+    if template.ignores_system:
         raise ConfigError("system: the chat template of this tokenizer ignores system messages; leave it out")
-    if len(tokens) > room:
-        raise ConfigError(f"system: {len(tokens)} tokens, but a conversation has room for {room}; shorten the message")
+    num_tokens = len(template.prompt([*system, {"role": "user", "content": ""}]))
+    if num_tokens > room:
+        raise ConfigError(f"system: {num_tokens} tokens, but a conversation has room for {room}; shorten the message")
 
 
 def prompts(given: str | None, chat: bool = False) -> Iterator[str]:

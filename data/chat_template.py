@@ -2,6 +2,7 @@
 
 import re
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,12 +113,21 @@ class ChatTemplate:
                 ends.update([token for token in answer_tokens if token in self.tokenizer.added_tokens_decoder][-1:])
         return ends
 
+    @cached_property
+    def ignores_system(self) -> bool:
+        """Whether the template renders a conversation with a system message as if it had none."""
+        user = [{"role": "user", "content": "?"}]
+        with suppress(ConfigError):  # a template that refuses system messages
+            return self._render([{"role": "system", "content": "?"}, *user], {}) == self._render(user, {})
+        return False
+
     def keys_not_rendered(self, conversation: dict[str, Any]) -> set[str]:
-        """Return the keys of a conversation that the template does not name, so that their values would be lost."""
+        """Return what the template does not render: keys that it does not name, and "system" for such messages."""
         template = self.tokenizer.get_chat_template(tools=conversation.get("tools"))
         named = set(re.findall(r"\w+", template))
         named |= THOUGHTS if named & THOUGHTS else set()
-        return find_template_keys(conversation) - named
+        has_system = any(message["role"] == "system" for message in conversation["messages"])
+        return find_template_keys(conversation) - named | ({"system"} if has_system and self.ignores_system else set())
 
     def _render(
         self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = False

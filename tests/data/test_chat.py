@@ -304,6 +304,21 @@ def test_prepare_refuses_keys_template_ignores(tmp_path, row, named):
     assert f"begins {row['messages'][0]['content']!r:.60}; take them out, or name a tokenizer" in message
 
 
+def test_prepare_refuses_system_message_template_ignores(folder, tmp_path):
+    tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
+    set_chat_template(tokenizer, CHATML.replace("in messages", "in messages if message['role'] != 'system'"))
+    message = refusal([MESSAGES, MESSAGES | {"system": "Be kind."}], tmp_path, str(tokenizer))
+    assert "does not render 'system' of the conversation that begins 'Be kind.'" in message
+
+
+def test_default_system_message_is_not_ignored(folder):
+    """Some templates add a system message to conversations without one; naming the same one is no mistake."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
+    begin = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    tokenizer.chat_template = begin + CHATML
+    sample.check_system([{"role": "system", "content": "Be kind."}], ChatTemplate(tokenizer), 1000)
+
+
 def test_answer_of_weight_zero_is_masked(folder, tmp_path):
     turns = [("user", "q"), ("assistant", "One."), ("user", "q"), ("assistant", "Two.")]
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -753,7 +768,7 @@ def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
         run_chat(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
         sample.main(SampleConfig(str(runs / "run"), system="a"))
-    ignoring = SimpleNamespace(prompt=lambda messages: [1])
+    ignoring = SimpleNamespace(ignores_system=True)
     with pytest.raises(ConfigError, match="system: the chat template of this tokenizer ignores system messages"):
         sample.check_system([{"role": "system", "content": "a"}], ignoring, 64)
 
