@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from data import chat
 from data.prepare.encoding import check_decoded, open_text
 
 CHUNK = 2**19  # characters of a txt file that are read at once
+FILE_TYPES = ".txt", ".jsonl", ".parquet"
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Source:
         # First as a file, because glob would read the brackets in its name as a pattern.
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
-            if get_file_type(file) not in (".txt", ".jsonl", ".parquet"):
+            if get_file_type(file) not in FILE_TYPES:
                 raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
@@ -100,6 +101,11 @@ class Source:
         try:
             builder = datasets.load_dataset_builder(path, configuration or None)
             files = builder.config.data_files or {}
+            if os.path.isdir(path) and not os.path.exists(f"{path}/README.md"):  # it may name other configurations
+                used = {_identity(str(file)) for of_split in files.values() for file in of_split}
+                texts = [file for file in find_files(f"{escape(path)}/**") if get_file_type(file) in FILE_TYPES]
+                if left_out := [file for file in texts if builder.name != "text" and _identity(file) not in used]:
+                    raise ValueError(f"{left_out[0]!r} would be in no split; use a pattern of files instead")
             files = [str(file) for name in re.split(r"\+|\[.*?\]", split) for file in files.get(name, [])]
             if self.streaming:
                 return builder.as_streaming_dataset(split=split), files, []

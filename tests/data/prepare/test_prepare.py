@@ -273,6 +273,16 @@ def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
     assert metadata["train"]["documents"] == metadata["validation"]["documents"] == 1
 
 
+@pytest.mark.parametrize("other", ["more.jsonl", "b.parquet"])
+def test_prepare_refuses_folder_with_file_in_no_split(tmp_path, monkeypatch, other):
+    """`datasets` would leave it out: it reads one format, and files with names of splits if there are any."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts" / "train.jsonl", ["a"])
+    write_jsonl(tmp_path / "texts" / other, ["b"])
+    assert f"{other}' would be in no split" in refusal(tmp_path / "texts", tmp_path / "out")
+
+
 def test_prepare_refuses_folder_of_txt_files(tmp_path, monkeypatch):
     """`datasets` would read each line as a document."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
