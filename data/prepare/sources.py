@@ -119,7 +119,7 @@ class Source:
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
             if configuration and self.name.count(":") == 1:
                 remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
-            raise self._refusal(f"{problem}: {error!r}\n{remedy}") from None
+            raise self._refusal(f"{problem}: {error.__cause__ or error!r}\n{remedy}") from None
 
     def _require_kind(self, conversations: bool) -> None:
         if self.conversations is (not conversations):

@@ -283,6 +283,14 @@ def test_prepare_refuses_folder_with_file_in_no_split(tmp_path, monkeypatch, oth
     assert f"{other}' would be in no split" in refusal(tmp_path / "texts", tmp_path / "out")
 
 
+def test_refused_folder_names_cause(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "texts" / "b.jsonl").write_text('{"text": "b", "url": "c"}\n')
+    assert "column names don't match" in refusal(tmp_path / "texts", tmp_path / "out")
+
+
 def test_prepare_refuses_folder_of_txt_files(tmp_path, monkeypatch):
     """`datasets` would read each line as a document."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
