@@ -59,7 +59,7 @@ def test_transformers_computes_and_generates_the_same(family, runs, tmp_path):
     assert theirs.generation_config.eos_token_id == theirs.generation_config.bos_token_id == 0
 
 
-def test_export_begins_with_end_of_text_instead_of_bos(runs, tmp_path):
+def test_export_begins_with_end_of_text(runs, tmp_path):
     """Training documents began with end-of-text, whatever token the tokenizer calls bos."""
     loaded = load_run(runs / "gpt2")
     loaded.tokenizer.bos_token = loaded.tokenizer.convert_ids_to_tokens(1)

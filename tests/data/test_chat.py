@@ -304,7 +304,7 @@ def test_prepare_refuses_keys_template_ignores(tmp_path, row, named):
     assert f"begins {row['messages'][0]['content']!r:.60}; take them out, or name a tokenizer" in message
 
 
-def test_prepare_refuses_system_message_template_ignores(folder, tmp_path):
+def test_prepare_refuses_ignored_system_message(folder, tmp_path):
     tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
     set_chat_template(tokenizer, CHATML.replace("in messages", "in messages if message['role'] != 'system'"))
     message = refusal([MESSAGES, MESSAGES | {"system": "Be kind."}], tmp_path, str(tokenizer))

@@ -274,7 +274,7 @@ def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("other", ["more.jsonl", "b.parquet"])
-def test_prepare_refuses_folder_with_file_in_no_split(tmp_path, monkeypatch, other):
+def test_prepare_refuses_file_in_no_split(tmp_path, monkeypatch, other):
     """`datasets` would leave it out: it reads one format, and files with names of splits if there are any."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
