@@ -13,6 +13,7 @@ if __name__ == "__main__":
     run_and_exit("train")
 
 import gc
+import math
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -179,7 +180,8 @@ def train(
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
-                    metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
+                    if math.isfinite(metrics.get("val/loss", 0.0)):  # NaN probabilities cannot be sampled from
+                        metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
                 corpus_check.require_verified(stopping=stop_now)  # waits; when stopping, at most timeout_seconds / 2

@@ -30,7 +30,7 @@ from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
 from tests import forked
-from tests.conftest import ROOT, environment, metrics, train
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train
 from training.schedule import SCHEDULES
 
 STEPS = 4
@@ -387,7 +387,9 @@ def test_lock_applies_through_symbolic_link(run):
 
 
 def test_run_fails_on_nonfinite_final_validation_loss(runs):
-    arguments = [*RECIPE, "--out_dir", runs, "--steps", 1, "--optimizer.lr", "1e30", "--evaluation.every", 1]
+    arguments = [*TINY_STORIES, "--name", "run", "--out_dir", runs, "--steps", 1, "--evaluation.every", 1]
+    arguments += ["--optimizer.lr", "1e30", "--schedule.warmup_steps", 0]
+    arguments += ["--evaluation.num_scored_generations", 50]  # which cannot be sampled
     for _ in range(2):  # the second start has no steps left
         done = train(*arguments, exit_code=1)
         assert "step 1: the validation loss is" in done.stderr and "Training finished." not in done.stdout
