@@ -101,7 +101,7 @@ class Saver(AbstractContextManager):
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         self.pending = self.executor.submit(self._write, copy, state)
         if not self.config.asynchronous:
-            futures.wait([self.pending], self.timeout_seconds)  # the next self.wait raises the error
+            self._wait_for_thread()  # the next self.wait raises any other error
 
     @property
     def failed(self) -> bool:
@@ -116,13 +116,8 @@ class Saver(AbstractContextManager):
         Raise SaveError on all processes if it could not be written, and `must_succeed` or `checkpoint.on_failure`
         requires a stop; otherwise print the error. Raise RunError after `timeout_seconds`.
         """
+        self._wait_for_thread()
         pending, self.pending = self.pending, None
-        if pending is not None and not futures.wait([pending], self.timeout_seconds).done:
-            # `checkpoint.on_failure: continue` cannot help: the next save would overwrite the copy being written.
-            raise RunError(
-                f"a checkpoint was not written within {self.timeout_seconds} s (timeout_seconds); is the disk of "
-                f"{self.checkpoints} slow or gone, or has another process ended?"
-            )
         try:
             if pending is not None:
                 pending.result()
@@ -131,6 +126,18 @@ class Saver(AbstractContextManager):
                 raise
             if self.rank == 0:
                 print(f"Training continues without a checkpoint: {error}", file=sys.stderr)
+
+    def _wait_for_thread(self) -> None:
+        """Return once the thread has written the checkpoint or failed; raise RunError after `timeout_seconds`.
+
+        `checkpoint.on_failure: continue` cannot help then: the thread still reads the state that it writes.
+        """
+        if self.pending is not None and not futures.wait([self.pending], self.timeout_seconds).done:
+            self.pending = None
+            raise RunError(
+                f"a checkpoint was not written within {self.timeout_seconds} s (timeout_seconds); is the disk of "
+                f"{self.checkpoints} slow or gone, or has another process ended?"
+            )
 
     def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Write a checkpoint; runs in the background thread."""

@@ -33,7 +33,7 @@ from checkpoint.manifest import (
     validate,
 )
 from checkpoint.saver import Saver
-from config.errors import ConfigError
+from config.errors import ConfigError, RunError
 from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
 from data.files import sha256
 from data.integrity import Verification
@@ -282,6 +282,18 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
             "the state of its step, not of a later one"
         )
     assert remaining_steps(tmp_path) == [3]
+
+
+def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
+    """The thread would write tensors that training changes meanwhile."""
+    may_write = threading.Event()
+    monkeypatch.setattr(storage, "write", lambda *_: may_write.wait(20))
+    config = TrainConfig(checkpoint=CheckpointConfig(asynchronous=False, on_failure="continue"))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
+    saver.timeout_seconds = 0.01
+    with pytest.raises(RunError, match="was not written within"):
+        saver.save(1, *build_trained(0, steps=1), {}, (0, 0))
+    may_write.set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
