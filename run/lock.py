@@ -20,7 +20,11 @@ class RunLock:
         self._file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Take the lock, and create the directory if it is absent; raise ConfigError if another process holds it."""
+        """Take the lock, and create the directory if it is absent; raise ConfigError if another process holds it.
+
+        A lock that is held already is released: that directory has been moved aside.
+        """
+        self.release()
         self.directory.mkdir(parents=True, exist_ok=True)
         file = self._file = open(self.directory / LOCK_FILE, "w")  # noqa: SIM115 - open while it is locked
         os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds

@@ -25,7 +25,7 @@ from data.files import sha256
 from plotting.run_plots import save_loss_curve
 from run import resume
 from run.directory import RunDirectory
-from run.lock import LOCK_FILE
+from run.lock import LOCK_FILE, RunLock, is_locked
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
@@ -381,6 +381,15 @@ def test_lock_applies_through_symbolic_link(run):
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
     train(*RECIPE, "--out_dir", run.parent, "--name", "link", "--steps", 6)
+
+
+def test_lock_of_moved_run_is_released(tmp_path):
+    run, moved = RunLock(tmp_path / "run"), tmp_path / "moved"
+    run.acquire()
+    run.directory.rename(moved)
+    run.acquire()
+    assert is_locked(run.directory) and not is_locked(moved)
+    run.release()
 
 
 # Non-finite losses
