@@ -201,6 +201,7 @@ def run_trial(config: TrainConfig, accelerator: Accelerator, steps: int = TRIAL_
             "tracking.wandb": "disabled",
             "tracking.log_every": max(1, steps // 2),
             "checkpoint.every": config.steps,
+            "checkpoint.keep_every": 0,
             "check_replicas_every": 0,
             "evaluation.every": config.evaluation.every * config.steps,  # only after the last step
         }

@@ -94,6 +94,12 @@ def test_verify_passes_on_this_machine(processes, runs):
     assert len([*runs.rglob("*")]) == 6, "verify.py leaves no file and removes none"
 
 
+def test_verify_starts_from_step_0():
+    given = ["--branch_from", "runs/stories/checkpoints/step-00000500", "--init_from", "runs/stories"]
+    config = parse_short_run([*map(str, TINY_STORIES), *given])
+    assert (config.branch_from, config.init_from) == (None, None)
+
+
 @pytest.mark.slow
 def test_verify_passes_with_several_threads(runs):
     """With one thread per core: the number of threads of a sum changes its bits, and so does the chunked loss."""

@@ -14,6 +14,7 @@ from torch.profiler import profile
 from checks import plan
 from config.errors import RunError
 from config.parser import parse_config
+from config.resolve import require_consistent
 from model.gpt import GPTModel
 from run.resolve import Resolved
 from tests.conftest import ROOT, TINY_STORIES, environment, train
@@ -179,18 +180,19 @@ def test_baseline_trial_evaluates_one_row(monkeypatch):
     assert tried[0].evaluation.every and tried[0].evaluation.micro_batch_size == 1
 
 
-def test_trial_run_has_one_micro_batch_a_step(monkeypatch):
+def test_trial_run_has_consistent_settings(monkeypatch):
     class Begun(Exception):
         pass
 
     def begin(config):
-        assert config.schedule.batch_warmup_from is None
+        assert config.schedule.batch_warmup_from is None, "a step has one micro-batch"
+        require_consistent(config, 1)
         raise Begun
 
     monkeypatch.setattr(plan.train, "main", begin)
-    grows = "--schedule.batch_warmup_from 3 --schedule.batch_warmup_steps 2".split()
+    settings = "--schedule.batch_warmup_from 3 --schedule.batch_warmup_steps 2 --checkpoint.keep_every 2".split()
     with pytest.raises(Begun):
-        plan.run_trial(parse_config([*map(str, TINY_STORIES), *grows]), ON_A_CPU)
+        plan.run_trial(parse_config([*map(str, TINY_STORIES), *settings]), ON_A_CPU)
 
 
 RANDOM = (
