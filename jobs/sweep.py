@@ -20,7 +20,7 @@ from config.resolve import given_model_settings, replace_settings, with_stored_m
 from config.schema import TrainConfig, flat_settings
 from data.files import write_once
 from run.reader import RunReader, surviving_sessions
-from run.resume import check_resume, differing_settings
+from run.resume import SCHEDULE_SETTINGS, check_resume, differing_settings
 from run.status import read_status
 from run.stored_settings import read_settings
 
@@ -164,13 +164,14 @@ def write_run_config(config: TrainConfig) -> Path:
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run has completed all its steps and need not be started.
 
-    If its inputs have moved or were prepared again, train.py is started, which checks that they are the same.
+    If its inputs or schedule have changed, or the corpus was prepared again, train.py is started, which resumes the run
+    or refuses it.
     """
     path, now = run_path(config), flat_settings(asdict(config))
     status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")
     completed = status is not None and status.state == "finished" and status.step >= config.steps
-    inputs = ("data.path", "data.mix", "init_from")
-    if not completed or stored is None or any(stored[name] != now[name] for name in inputs):
+    checked = ("data.path", "data.mix", "init_from", "branch_from", *SCHEDULE_SETTINGS)
+    if not completed or stored is None or any(stored[name] != now[name] for name in checked):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]
     prepared = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]

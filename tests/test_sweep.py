@@ -242,6 +242,15 @@ def test_moved_or_newer_corpus_starts_runs_again(sweep, tmp_path):
     assert sweep(*common, "--data.path", "two") == names
 
 
+def test_changed_branch_or_schedule_starts_runs_again(sweep):
+    """Only train.py can compare them, and without checkpoints it refuses to resume."""
+    common = "--name", "run", "--branch_from", "one"
+    assert sweep(*common) == ["run"]
+    assert sweep(*common) == []
+    for changed in [("--branch_from", "other"), ("--steps", 4), ("--schedule.name", "linear")]:
+        assert sweep(*common, *changed) == ["run"]
+
+
 @pytest.mark.slow
 def test_finished_run_of_other_schedule_is_refused(sweep):
     for schedule in ("cosine", "constant"):
