@@ -216,4 +216,10 @@ def _had_checkpoint(run: Path) -> bool:
     if status is None:
         return False
     was_refused = NONE_LEFT in status.reason  # an earlier session was refused because every checkpoint was damaged
-    return was_refused or (status.state in ("finished", "preempted") and status.step > 0)
+    if was_refused or (status.state in ("finished", "preempted") and status.step > 0):
+        return True
+    # The status has a step from the beginning of its save, and the second save begins once the first one is complete.
+    stored = read_settings(run / "config.yaml")
+    if not first_steps or stored is None or stored["checkpoint.on_failure"] != "stop":
+        return False
+    return status.step > min(first_steps) + stored["checkpoint.every"]

@@ -14,7 +14,7 @@ from model.field_types import invalid_values
 
 # Settings that are used without a check by `config_of`. Others may have values that this code refuses, such as a choice
 # that a fork added.
-ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_")
+ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_", "checkpoint.every:")
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
 

@@ -157,11 +157,13 @@ def test_resume_refuses_deleted_checkpoints_each_time(run):
     assert metrics(run)
 
 
-def test_killed_resumed_run_refuses_deleted_checkpoints(run):
+@pytest.mark.parametrize("start", [0, 1])
+def test_killed_run_refuses_deleted_checkpoints(start, run):
+    """A session has resumed from a checkpoint, or the save of step 2 has begun, after that of step 1."""
     shutil.rmtree(run / "checkpoints")
-    (run / "status.json").write_text('{"state": "running", "step": 1}')
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 2 - start}))
     with open(run / "sessions.jsonl", "a") as starts:
-        starts.write('{"step": 1}\n')
+        starts.write(json.dumps({"step": start}) + "\n")
     done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
     assert "no valid checkpoint" in done.stderr and metrics(run)
 
