@@ -4,6 +4,7 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
+from config.paths import expand_user_path
 from data.files import write_once
 from experiments import change
 
@@ -16,7 +17,7 @@ def copy_config_files(words: list[str], folder: Path, code: Path | None = None) 
     """
 
     def copy(name: str) -> str:
-        file = Path(os.path.abspath(Path(name).expanduser()))
+        file = Path(os.path.abspath(expand_user_path("config", name)))
         if code and file.is_relative_to(change.ROOT) and (code / file.relative_to(change.ROOT)).exists():
             file = code / file.relative_to(change.ROOT)
         if not file.is_file():

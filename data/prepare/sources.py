@@ -101,10 +101,11 @@ class Source:
         try:
             builder = datasets.load_dataset_builder(path, configuration or None)
             files = builder.config.data_files or {}
-            if os.path.isdir(path) and not os.path.exists(f"{path}/README.md"):  # it may name other configurations
+            has_readme = os.path.exists(f"{path}/README.md")  # which may name other configurations
+            if os.path.isdir(path) and not has_readme and builder.name != "text":
                 used = {_identity(str(file)) for of_split in files.values() for file in of_split}
                 texts = [file for file in find_files(f"{escape(path)}/**") if get_file_type(file) in FILE_TYPES]
-                if left_out := [file for file in texts if builder.name != "text" and _identity(file) not in used]:
+                if left_out := [file for file in texts if _identity(file) not in used]:
                     raise ValueError(f"{left_out[0]!r} would be in no split; use a pattern of files instead")
             files = [str(file) for name in re.split(r"\+|\[.*?\]", split) for file in files.get(name, [])]
             if self.streaming:
