@@ -9,6 +9,8 @@ PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadsc
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 # The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add pure-Python packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+# Eight GPU tests at a time share the GPU if pytest-xdist is installed.
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo --numprocesses 8)
 EMPTY :=
 WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 # The cases that docs/performance.md shows, without the GPU's; time_to_loss needs a text.
@@ -55,7 +57,7 @@ test-repo: test-env ## run the tests of this repository's rules, pages and patch
 
 test-gpu: ## on a machine with a GPU: run its tests and benchmark, and print a page to paste; ARGS="--nanogpt PATH"
 	@export PYTHONPATH="$(WHEELS):$$PYTHONPATH"; mkdir -p runs; echo "tests, in detail: runs/gpu_tests.log" >&2; \
-	$(GPU_PYTHON) -m pytest -m cuda -rfE $(sort $(shell grep -rl mark.cuda tests --include="test_*.py")) > runs/gpu_tests.log 2>&1; tests=$$?; \
+	$(GPU_PYTHON) -m pytest -m cuda -rfE $(GPU_WORKERS) $(sort $(shell grep -rl mark.cuda tests --include="test_*.py")) > runs/gpu_tests.log 2>&1; tests=$$?; \
 	nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
 	grep -E "^(FAILED|ERROR)|(passed|failed).* in " runs/gpu_tests.log; \
 	$(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
