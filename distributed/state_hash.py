@@ -9,6 +9,7 @@ rows give the same digest. It detects accidents, not forgery; for that a manifes
 import functools
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from model.seeds import mix_bits
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, like all factors here, so that multiplication modulo 2**64 is invertible
-# Values per chunk: enough to keep a GPU busy without a temporary copy of a large tensor. 0: no chunks, since on a CPU
-# numpy's einsum needs no temporary.
+# Values hashed at once: enough to keep a GPU busy without a temporary copy of a large tensor. 0: each tensor by itself and
+# as a whole, since on a CPU numpy's einsum needs no temporary.
 VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
 
 
@@ -91,7 +92,7 @@ def digest_tensors(tensors: dict[str, Tensor]) -> StateDigest:
     """Compute the digest of each named tensor, possibly sharded by rows. All processes call this together."""
     device = next(iter(tensors.values())).device
     parts = [_local_rows(tensor) for tensor in tensors.values()]
-    hashes = [_hash_rows(rows).to(device) for rows, _ in parts]
+    hashes = [rows_hash.to(device) for rows_hash in _hash_tensors([rows for rows, _ in parts])]
     name_hashes = [int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), signed=True) for name in tensors]
     lengths = torch.tensor([len(rows) for rows in hashes], device=device)
     ends = lengths.cumsum(0)
@@ -132,12 +133,35 @@ def _local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     return rows.reshape(len(rows) if rows.dim() else 1, -1 if rows.numel() else 1), first
 
 
+def _hash_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the hashes of the rows of each tensor; on a GPU, with one kernel for many small tensors of one width."""
+    batches: dict[tuple, list[list[int]]] = {}
+    sizes: dict[tuple, int] = {}  # values in the newest batch of a kind
+    for index, rows in enumerate(tensors):
+        kind = rows.device, rows.dtype, rows.shape[1]
+        sizes[kind] = sizes.get(kind, 0) + rows.numel()
+        if kind in batches and sizes[kind] <= _values_at_once(rows.device):
+            batches[kind][-1].append(index)
+        else:
+            batches.setdefault(kind, []).append([index])
+            sizes[kind] = rows.numel()
+    hashes: dict[int, Tensor] = {}
+    for batch in chain.from_iterable(batches.values()):
+        rows = torch.cat([tensors[index] for index in batch]) if len(batch) > 1 else tensors[batch[0]]
+        hashes |= zip(batch, _hash_rows(rows).split([len(tensors[index]) for index in batch]), strict=True)
+    return [hashes[index] for index in range(len(tensors))]
+
+
+def _values_at_once(device: torch.device) -> int:
+    return VALUES_AT_ONCE.get(device.type, 2**24)
+
+
 def _hash_rows(rows: Tensor) -> Tensor:
     """Return the multilinear hash of each row, int64 [rows]."""
     factors = _factors(rows.shape[1], rows.device)
-    if rows.shape[1] == 1:  # vectors: most tensors, where fewer kernel launches matter
+    if rows.shape[1] == 1:
         return rows[:, 0] * factors
-    if not (at_once := VALUES_AT_ONCE.get(rows.device.type, 2**24)):
+    if not (at_once := _values_at_once(rows.device)):
         return torch.from_numpy(np.einsum("rc,c->r", rows.numpy(), factors.numpy()))
     return torch.cat([(part * factors).sum(1) for part in rows.split(max(1, at_once // rows.shape[1]))])
 

@@ -94,9 +94,7 @@ class GPTConfig:
     def windows(self) -> list[int | None]:
         """Sliding window of each layer, in positions; None: full causal attention."""
         letters = (self.window_pattern * self.n_layers)[: self.n_layers - 1] + "L"
-        # A parsed setting is a subclass of int, which torch.compile cannot compare with a tensor in flex attention.
-        window = None if self.window is None else int(self.window)
-        return [window if letter == "S" else None for letter in letters]
+        return [self.window if letter == "S" else None for letter in letters]
 
     @property
     def num_weights(self) -> int:

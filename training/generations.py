@@ -55,7 +55,8 @@ def sample_texts(
     for first in range(rank * TEXTS_PER_BATCH, num_texts, num_processes * TEXTS_PER_BATCH):
         count = min(TEXTS_PER_BATCH, num_texts - first)
         generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
-        with accelerator.autocast():
+        # The compiler would need seconds for shapes that no training step has.
+        with torch.compiler.set_stance("force_eager"), accelerator.autocast():
             rows = network.generate(
                 torch.full((count, 1), end_of_text, device=accelerator.device),
                 max_new_tokens=min(config.seq_len, MAX_TOKENS_PER_TEXT) - 1,

@@ -48,9 +48,15 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.parameters = trainable_parameters(self.network)
-        # torch.manual_seed also seeds CUDA, and without a GPU it records a stack trace in each call, which is slow.
-        on_cpu = self.accelerator.device.type == "cpu"
-        self.seed_all = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
+
+    def seed_generators(self, seed: int) -> None:
+        """Seed the random generators of the CPU and of this process's device.
+
+        torch.manual_seed would also record a stack trace for each kind of device that is absent, which is slow.
+        """
+        torch.default_generator.manual_seed(seed)
+        if (device := self.accelerator.device).type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
 
 
 def count_targets(batch: Batch) -> Tensor:
@@ -109,7 +115,7 @@ def train_step(
         is_last = index == num_micro_batches - 1
         # The index in the global batch, so that dropout does not depend on the number of processes.
         global_index = queue.rank * num_micro_batches + index
-        state.seed_all(derive_seed(config.seed, "dropout", step, global_index))
+        state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
             _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=loss_divisor)
             outputs.append((loss.detach(), auxiliary))

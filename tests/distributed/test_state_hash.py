@@ -56,12 +56,12 @@ def test_digest_changes_when_tensors_swap():
 
 
 def test_digest_does_not_depend_on_chunks(monkeypatch):
-    """Hashed by numpy as a whole, and in chunks as on a GPU."""
-    large = torch.randn(400, 1000)
-    whole = str(digest_tensors({"large": large}))
-    for at_once in (1, 3000):
+    """Hashed by numpy one by one, and as on a GPU: large tensors in chunks, small ones of one width together."""
+    state = TENSORS | {"large": torch.randn(400, 7), "other": torch.randn(3, 7), "numbers": torch.randn(9)}
+    whole = digest_tensors(state).values.tolist()
+    for at_once in (1, 70, 2**24):
         monkeypatch.setitem(VALUES_AT_ONCE, "cpu", at_once)
-        assert whole == str(digest_tensors({"large": large}))
+        assert whole == digest_tensors(state).values.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from config.schema import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
-from tests.conftest import metrics, train
+from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.prepare_model import missing_compiler, prepare_network
 
 TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
@@ -25,6 +26,20 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     prepare_network(network, TrainConfig(compile=True, chunked_loss=setting), torch.device("cpu"))
     assert network.next_token_loss.differentiate._torchdynamo_orig_callable is differentiate_loss
     assert network.next_token_loss.chunked is chunked
+
+
+@pytest.mark.slow
+def test_compiled_block_is_one_graph(tmp_path):
+    """Compiled for training and for evaluation; text is generated without compiling again."""
+    evaluation = "--evaluation.every 3 --evaluation.num_samples 6 --evaluation.num_logged_generations 2"
+    command = train_command(*TINY, *evaluation.split(), "--compile", "true", "--name", "run", "--out_dir", tmp_path)
+    env = environment(TORCH_LOGS="graph_breaks,recompiles")
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "compiled" in done.stdout and "Graph break" not in done.stderr
+    recompiled = re.findall(r"Recompiling function (\w+)", done.stderr)
+    assert recompiled.count("forward") == 1, recompiled
+    assert (tmp_path / "run" / "generations.jsonl").stat().st_size > 0
 
 
 def test_activation_checkpointing_changes_no_bit(tmp_path):
