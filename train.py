@@ -6,7 +6,7 @@ weights and buffers, the optimizer's state, the integer s and two counts of skip
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
-# then imports this file as the module `train`, calls main(config) and exits.
+# then imports this file as the module `train` (with --plan: checks/plan.py), calls main(config) and exits.
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
@@ -58,11 +58,12 @@ from training.throughput import Throughput, peak_flops
 
 
 def main(config: TrainConfig) -> None:
-    """Train until step `config.steps`, resuming from the newest checkpoint of the run if there is one.
+    """Train until step `config.steps`, from the newest valid checkpoint of the run, or from `config.branch_from`.
 
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
-        RunError: the loss is NaN or infinite, the processes' states differ, or a checkpoint cannot be written.
+        RunError: the run cannot go on, for example because the loss is NaN, the processes' states differ, or a
+            checkpoint cannot be written.
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = RunDirectory(config.out_dir, config.run_name)
@@ -175,7 +176,8 @@ def train(
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= state.block_statistics.metrics | throughput.measure(completed)
-                metrics |= {"train/skipped": state.metrics_queue.num_skipped} if config.max_skipped else {}
+                if config.max_skipped:
+                    metrics["train/skipped"] = state.metrics_queue.num_skipped
             if eval_now or completed == config.steps:  # texts are generated at each evaluation and at the end
                 with ema_weights(state.optimizer):
                     if eval_now:
@@ -229,7 +231,13 @@ def build_train_state(
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
     metrics_queue = MetricsQueue(
-        global_batches, config.micro_batch_size, device, rank, num_processes, config.max_skipped, run_directory
+        global_batches,
+        config.micro_batch_size,
+        device,
+        rank=rank,
+        num_processes=num_processes,
+        max_skipped=config.max_skipped,
+        run_directory=run_directory,
     )
     block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [])
     return TrainState(
@@ -238,7 +246,6 @@ def build_train_state(
         network=network,
         model=model,
         optimizer=optimizer,
-        batch_sizes=global_batches,
         metrics_queue=metrics_queue,
         block_statistics=block_statistics,
         reducer=reducer,

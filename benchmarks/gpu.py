@@ -101,7 +101,7 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
     optimizer = build_optimizer(network, OPTIMIZER)
     model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
     metrics, statistics = MetricsQueue(sizes, len(tokens), accelerator.device), BlockStatistics([])
-    state = TrainState(run, accelerator, network, model, optimizer, sizes, metrics, statistics)
+    state = TrainState(run, accelerator, network, model, optimizer, metrics, statistics)
     completed_steps = 0
 
     def step() -> Tensor:

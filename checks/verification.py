@@ -228,9 +228,7 @@ class Verification:
         metrics = MetricsQueue(order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
         statistics = BlockStatistics([])
-        state = TrainState(
-            self.config, self.accelerator, network, model, optimizer, order, metrics, statistics, reducer
-        )
+        state = TrainState(self.config, self.accelerator, network, model, optimizer, metrics, statistics, reducer)
         rows, tokens = [], 0
         with record_first_gradients() as gradient:
             for step in range(self.config.steps):

@@ -17,7 +17,7 @@ from distributed.signals import ignore_stop_signals
 Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`."""
 
-SAMPLES_AT_ONCE = 64
+SAMPLES_AT_ONCE = 64  # by each process
 MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
 
@@ -58,18 +58,18 @@ class BatchLoader:
             RunError: the workers cannot be started.
             RuntimeError: from torch, if a worker dies or a batch takes longer than `timeout_seconds`.
         """
-        steps = range(start, stop)
+        steps, on_cuda = range(start, stop), self.device.type == "cuda"
         for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
-            if self.device.type == "cuda":
-                batch = {name: t.pin_memory().to(self.device, non_blocking=True) for name, t in batch.items()}
-            else:
-                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            yield split_micro_batches(batch, self.micro_batch_size)
+            on_device = {
+                name: (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
+                for name, tensor in batch.items()
+            }
+            yield split_micro_batches(on_device, self.micro_batch_size)
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
         # Several steps at once, because each training step evicts the dataset's code and tables from the CPU's caches.
-        global_batch_size = self.dataset.global_batches.global_batch_size
-        num_steps = max(1, SAMPLES_AT_ONCE * self.dataset.num_processes // global_batch_size)
+        samples_per_step = self.dataset.global_batches.global_batch_size // self.dataset.num_processes
+        num_steps = max(1, SAMPLES_AT_ONCE // samples_per_step)
         for first in range(0, len(steps), num_steps):
             yield from [self.dataset[step] for step in steps[first : first + num_steps]]
 

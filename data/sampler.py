@@ -129,14 +129,15 @@ class GlobalBatches(BatchSizes):
         of processes W, in the order of their ranks, are the same global batch.
         """
         # Several steps at once: numpy takes as long for 16 positions as for 256, about 1% of a step of 50 ms.
-        num_steps = max(1, POSITIONS_AT_ONCE * num_processes // self.global_batch_size)
-        cache_key = step - step % num_steps, rank, num_processes
+        num_steps = max(1, POSITIONS_AT_ONCE // (self.global_batch_size // num_processes))
+        first_step = step - step % num_steps
+        cache_key = first_step, rank, num_processes
         if cache_key != self._cached_key:
-            self._cached_indices = self._indices_of_steps(*cache_key, num_steps)
+            self._cached_indices = self._indices_of_steps(first_step, num_steps, rank, num_processes)
             self._cached_key = cache_key
         return self._cached_indices[step % num_steps]
 
-    def _indices_of_steps(self, first_step: int, rank: int, num_processes: int, num_steps: int) -> list[list[int]]:
+    def _indices_of_steps(self, first_step: int, num_steps: int, rank: int, num_processes: int) -> list[list[int]]:
         steps = range(first_step, first_step + num_steps)
         sizes = [self.size(step) // num_processes for step in steps]
         firsts = [self.sequences_before(step) + rank * size for step, size in zip(steps, sizes, strict=True)]
@@ -168,8 +169,6 @@ class MixedBatches(GlobalBatches):
     ):
         super().__init__(sum(sizes), global_batch_size, seed, warmup_from, warmup_steps)
         self.sizes, self.quotas, self.quota_ends = sizes, quotas, np.cumsum(quotas)
-        # One per corpus, used only for `at`.
-        self.orders = [GlobalBatches(size, 1, derive_seed(seed, "corpus", c)) for c, size in enumerate(sizes)]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the sample index at each position of the run's order of samples, both int64 [n]."""
@@ -180,7 +179,8 @@ class MixedBatches(GlobalBatches):
             in_corpus = corpora == c
             first_slot, first_index = self.quota_ends[c] - self.quotas[c], sum(self.sizes[:c])
             within_corpus = blocks[in_corpus] * self.quotas[c] + slots[in_corpus] - first_slot
-            indices[in_corpus] = first_index + self.orders[c].at(within_corpus)
+            seed = derive_seed(self.seed, "corpus", int(c))
+            indices[in_corpus] = first_index + permute_groups(within_corpus, self.sizes[c], seed, "epoch")[1]
         return indices
 
 

@@ -24,8 +24,8 @@ from model.seeds import mix_bits
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, like all factors here, so that multiplication modulo 2**64 is invertible
-# Values hashed at once: enough to keep a GPU busy without a temporary copy of a large tensor. 0: each tensor by itself and
-# as a whole, since on a CPU numpy's einsum needs no temporary.
+# Values hashed at once: enough to keep a GPU busy without a temporary copy of a large tensor. 0: each tensor as a whole
+# and by itself, since on a CPU numpy's einsum needs no temporary.
 VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
 
 

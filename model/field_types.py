@@ -25,7 +25,7 @@ _DESCRIPTIONS: dict[Any, str] = {
 
 
 def _restricted(name: str, base: type, bounds: list[tuple[str, float]], description: str) -> Any:
-    restricted = restricted_number_type(name, base, bounds)
+    restricted: Any = restricted_number_type(name, base, bounds)
     check = restricted.__new__
     # Settings are plain numbers: torch.compile in torch 2.11 splits the graph at a subclass of float.
     restricted.__new__ = lambda cls, value: base(check(cls, value))

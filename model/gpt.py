@@ -1,7 +1,7 @@
-"""A decoder-only transformer: GPT-2, Qwen3, or a combination of their parts, selected by GPTConfig.
+"""A decoder-only transformer: GPT-2, Qwen3, or a combination of their and other published parts (see GPTConfig).
 
 Suffixes name the shape of a tensor: B sequences in the batch, T positions, C d_model, H query heads, K key and value
-heads, D width of a head, V vocabulary.
+heads, D width of a head, V vocabulary, S keys: T and those that are cached.
 """
 
 import math
@@ -74,9 +74,8 @@ class Attention(nn.Module):
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
-        if cache is not None:
-            k_BKTD, v_BKTD = cache.append(k_BKTD, v_BKTD)
-        y_BHTD = attention(q_BHTD, k_BKTD, v_BKTD, mask, self.dropout if self.training else 0.0)
+        k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
+        y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -132,8 +131,9 @@ class GPTModel(GenerationMixin):
         super().__init__()
         problems = config.problems()
         if config.vocab_size is None:
-            problems.append("model.vocab_size is null: set it to the size of the tokenizer's vocabulary")
-        if config.vocab_size is None or problems:
+            null = "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"
+            raise ValueError("\n".join([*problems, null]))
+        if problems:
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
@@ -199,7 +199,7 @@ class GPTModel(GenerationMixin):
 
         Args:
             input_ids: tokens, int64 [B, T].
-            attention_mask: 1 for tokens and 0 for padding, [B, T]. Positions count padding. Omit it where
+            attention_mask: 1 for tokens and 0 for padding, [B, T]; padding takes up positions, too. Omit it where
                 nothing is padded: checking that it is all ones synchronises with the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
@@ -228,7 +228,7 @@ class GPTModel(GenerationMixin):
         seq_len = num_cached + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
-        flex = uses_flex_attention(input_ids, self.config.dropout if self.training else 0.0, self.config.head_size)
+        flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, self.config.head_size)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, flex)
 
         rope = None

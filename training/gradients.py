@@ -1,7 +1,7 @@
-"""Backward, loss scaling, and the one pass over the gradients that normalises and clips them.
+"""Backward, loss scaling, and the one multiplication that normalises and clips the gradients.
 
 A parameter that no micro-batch used, such as an expert that no token was routed to, has a gradient of zero. DDP waits
-for the gradients of all parameters, so every backward passes through each of them.
+for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss).
 """
 
 import torch
@@ -31,13 +31,13 @@ def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
 
 
 def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Add the gradients of `loss` to the `.grad` of the prepared model's parameters, used or not."""
+    """Add the gradients of `loss` to the `.grad` of the parameters; in DDP all of them take part, used or not."""
     if isinstance(model, DistributedDataParallel):
-        loss = _ConnectToLoss.apply(loss, *model.parameters())
+        loss = _ConnectToLoss.apply(loss, *trainable_parameters(model))
     accelerator.backward(loss)
 
 
-def warm_up_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
+def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """Run the first backward of a process, whose gradients the caller discards.
 
     DDP lays out its buckets in the order in which gradients arrive in its first backward, and sums in that order from
@@ -46,7 +46,7 @@ def warm_up_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> Non
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
-        # Compilation and allocation happen here, before DDP records the order of arrival.
+        # The backward of the model compiles and allocates here. DDP does not see it, only the chain below.
         torch.autograd.grad(loss, parameters, allow_unused=True)
         loss = loss.detach()
         for parameter in parameters:
@@ -57,8 +57,8 @@ def warm_up_ddp(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> Non
 def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    As in torch.amp.GradScaler it is halved for every update that was skipped because of infinite gradients and doubled
-    after every 2,000 others. It is a function of the checkpointed counters, so it needs no further state.
+    It is halved for every skipped update and doubled after every 2,000 others; torch.amp.GradScaler doubles after 2,000
+    in a row. It is a function of the checkpointed counters, so it needs no further state.
     """
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
@@ -90,5 +90,5 @@ def normalize_and_clip(parameters: list[nn.Parameter], divisor: Tensor | float, 
     gradients = complete_gradients(parameters)
     norm = full_tensor(torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))) / divisor
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / divisor
-    foreach_mul_(gradients, factor.to(norm.dtype))
+    foreach_mul_(gradients, factor)
     return norm

@@ -67,8 +67,6 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 class StepMetrics:
     """Metrics of one step over all processes, on the host."""
 
-    completed_steps: int
-    """Number of completed steps, including this one: 1 for the first update of a run."""
     means: dict[str, float]
     """`loss` (nats per target token) and the auxiliary metrics of the model, each over the global batch."""
     grad_norm: float
@@ -84,13 +82,15 @@ class PendingStep:
     """A step whose metrics are not on the host yet."""
 
     completed_steps: int
+    """Including this one: 1 for the first update of a run."""
     loss_divisor: float
     buffer: Tensor
     """Slots of dtype `sum_dtype`: number of target tokens; number of processes that request a stop; for each
-    micro-batch of the global batch its loss and the sum and count of each auxiliary metric; gradient norm."""
+    micro-batch of the global batch its summed loss divided by `loss_divisor`, and the sum and count of each auxiliary
+    metric; gradient norm."""
     all_reduce: "dist.Work | None"
     on_host: Tensor = field(init=False)
-    copied: "torch.Event | None" = None
+    copied: "torch.Event | None" = field(init=False)
 
     def wait_for_num_targets(self) -> Tensor:
         """Wait for the all-reduce and return the number of target tokens in the global batch, 0-dim, on the device.
@@ -189,7 +189,7 @@ class MetricsQueue:
             if list(auxiliary) != self._names:
                 names = f"{self._names} at first and {list(auxiliary)} now"
                 raise RunError(f"the model reported {names}; the names must not change")
-            values += [loss.detach(), *(value for pair in auxiliary.values() for value in pair)]
+            values += [loss, *(value for pair in auxiliary.values() for value in pair)]
         # Losses and auxiliary metrics go into slots of this process alone, and the first two slots sum integers, so the
         # all-reduce rounds nothing. The host adds the values in the same order on any number of processes.
         num_slots = 3 + self.num_processes * len(values)
@@ -226,14 +226,14 @@ class MetricsQueue:
         if pending.copied is not None:
             pending.copied.synchronize()
         num_targets, stop, *values, grad_norm = pending.on_host.tolist()
-        stride = 1 + 2 * len(self._names)  # values of one micro-batch
+        stride = 1 + 2 * len(self._names)  # a micro-batch has its loss, then a sum and a count for each name
         losses, *columns = (values[offset::stride] for offset in range(stride))
         loss = exact_sum(losses) * pending.loss_divisor / num_targets if num_targets else math.nan
         sums_and_counts = zip(self._names, columns[::2], columns[1::2], strict=True)
         means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
         # Test the training objective, even if the model reports an auxiliary metric "loss", which is then in `means`.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        result = StepMetrics(pending.completed_steps, means, grad_norm, stop > 0, finite)
+        result = StepMetrics(means, grad_norm, stop > 0, finite)
         self.num_skipped += not finite
         self.num_skipped_in_a_row = 0 if finite else self.num_skipped_in_a_row + 1
         if self.num_skipped_in_a_row > self.max_skipped:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from config.schema import TrainConfig
 from data.loader import Batch
-from data.sampler import BatchSizes
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
-from training.gradients import backward, loss_scale, normalize_and_clip, trainable_parameters, warm_up_ddp
+from training.gradients import backward, first_backward, loss_scale, normalize_and_clip, trainable_parameters
 from training.metrics import MetricsQueue, PendingStep, forward_with_metrics
 from training.optimizer import apply_schedules
 from training.schedule import scheduled_value
@@ -40,7 +39,6 @@ class TrainState:
     model: nn.Module
     """`network` as Accelerate prepared it: in DDP, sharded by FSDP2 or alone; under autocast if precision is mixed."""
     optimizer: torch.optim.Optimizer
-    batch_sizes: BatchSizes
     metrics_queue: MetricsQueue
     block_statistics: BlockStatistics
     reducer: GradientReducer | None = None
@@ -52,7 +50,7 @@ class TrainState:
     def seed_generators(self, seed: int) -> None:
         """Seed the random generators of the CPU and of this process's device.
 
-        torch.manual_seed would also record a stack trace for each kind of device that is absent, which is slow.
+        torch.manual_seed would also record a stack trace for each kind of device that is not in use, which is slow.
         """
         torch.default_generator.manual_seed(seed)
         if (device := self.accelerator.device).type != "cpu":
@@ -67,11 +65,11 @@ def count_targets(batch: Batch) -> Tensor:
 def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
-    This compiles the model and fixes the order of DDP's buckets (see warm_up_ddp), so that a resumed run sums the
+    This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
     gradients in the same order.
     """
     _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=1.0)
-    warm_up_ddp(loss, state.model, state.accelerator)
+    first_backward(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
     state.metrics_queue.register_names(auxiliary)
 
@@ -95,7 +93,7 @@ def train_step(
         stop_requested: whether this process has a reason to stop; sent to all processes with the metrics.
 
     Returns:
-        The metrics of the step, to be read by `state.metrics_queue.read`.
+        The metrics of the step, which `state.metrics_queue.read` reads (with `on_nonfinite: skip` it already has).
 
     Raises:
         NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
@@ -105,7 +103,7 @@ def train_step(
     apply_schedules(state.optimizer, state.network, config, step)
     # fp16's loss scale: like GradScaler's, but computed from the step and the skipped updates, which are checkpointed.
     scale = loss_scale(accelerator.mixed_precision, step, queue.num_skipped)
-    global_tokens = float(state.batch_sizes.size(step) * config.seq_len)  # M
+    global_tokens = float(queue.batches.size(step) * config.seq_len)  # M
     # A reducer sums gradients over processes. DDP and FSDP2 average them, so each process divides by its part of M.
     loss_divisor = global_tokens if state.reducer else global_tokens / queue.num_processes
     local_targets = torch.stack([count_targets(micro_batch) for micro_batch in micro_batches]).sum()
@@ -127,7 +125,7 @@ def train_step(
     # grad_clip is constant unless SCHEDULES has an entry for it; None: no clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     global_targets = pending.wait_for_num_targets()  # N
-    grad_divisor = (global_targets * (scale / global_tokens)).float()
+    grad_divisor = (global_targets * (scale / global_tokens)).float()  # from float64, the dtype of the metrics
     grad_norm = normalize_and_clip(state.parameters, grad_divisor, max_norm)
     pending.copy_to_host(grad_norm)
     # With on_nonfinite: skip, the host must read this step's metrics now to decide whether to update.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.forked import server
-from training.gradients import backward, complete_gradients, normalize_and_clip, warm_up_ddp
+from training.gradients import backward, complete_gradients, first_backward, normalize_and_clip
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -42,7 +42,7 @@ def train(rank, world_size, port, first, file):
     torch.manual_seed(0)
     network = Experts()
     model = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
-    warm_up_ddp(model(inputs(9, rank), first), model, accelerator)
+    first_backward(model(inputs(9, rank), first), model, accelerator)
     gradients = []
     for step, chosen in enumerate(STEPS):
         network.zero_grad()

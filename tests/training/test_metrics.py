@@ -71,8 +71,8 @@ def test_metrics_are_read_one_step_late():
     dispatched(metrics, 1.0, step=1)
     assert metrics.read() is None
     dispatched(metrics, 2.0, step=2)
-    assert metrics.read().completed_steps == 1
-    assert metrics.read(wait=True).completed_steps == 2
+    assert metrics.read().means == {"loss": 1.0}
+    assert metrics.read(wait=True).means == {"loss": 2.0}
 
 
 def test_stop_is_read_at_once_when_seen():
@@ -80,7 +80,7 @@ def test_stop_is_read_at_once_when_seen():
     dispatched(metrics, 1.0, step=1, stop=True)
     dispatched(metrics, 2.0, step=2)
     result = metrics.read()
-    assert result.completed_steps == 2 and result.stop, "the run stops after the step that was just dispatched"
+    assert result.means == {"loss": 2.0} and result.stop, "the run stops after the step that was just dispatched"
 
 
 def test_counts_are_exact_beyond_float32():
