@@ -14,7 +14,7 @@ from typing import TextIO
 
 from cli.output import printable
 from config.errors import ConfigError, RunError
-from data.files import wait_for_lock
+from data.files import lock
 
 # docs/research.md describes the columns.
 COLUMNS = (
@@ -112,5 +112,5 @@ def locked_ledger(lab: Path) -> Iterator[Ledger]:
     except OSError as error:
         raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}; choose another --lab") from None
     with file:
-        wait_for_lock(file)
+        lock(file, wait=True)
         yield Ledger(file)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from checkpoint.identity import ROOT, code_hash
 from config.schema import TrainConfig
+from distributed.launch import num_shards
 from model.gpt import build_on_meta_device
 
 
@@ -33,8 +34,6 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
 
 def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
     """Return the facts about the launch that may change the bits of a run without being settings of it."""
-    from distributed.launch import num_shards  # benchmarks that need only `provenance` run without its dependencies
-
     return {
         "mixed_precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,

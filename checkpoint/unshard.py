@@ -28,23 +28,14 @@ def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix:
                     shards.setdefault(name, []).append((offsets, shard))
     tensors: dict[str, Tensor] = {}
     for name, parts in shards.items():
-        whole = assemble_shards(parts)
-        if whole is None:
+        ends = [[start + size for start, size in zip(offsets, shard.shape, strict=True)] for offsets, shard in parts]
+        shape = [max(ends_of_axis) for ends_of_axis in zip(*ends, strict=True)]
+        if sum(shard.numel() for _, shard in parts) != math.prod(shape):
             raise ConfigError(f"{directory} lacks a part of {name}")
-        tensors[name] = whole
+        tensors[name] = parts[0][1].new_empty(shape)
+        for (offsets, shard), end in zip(parts, ends, strict=True):
+            tensors[name][tuple(map(slice, offsets, end))] = shard
     return tensors
-
-
-def assemble_shards(shards: list[tuple[list[int], Tensor]]) -> Tensor | None:
-    """Return the tensor that consists of these shards, each with its offsets; None if one is missing."""
-    ends = [[start + size for start, size in zip(offsets, shard.shape, strict=True)] for offsets, shard in shards]
-    shape = [max(ends_of_axis) for ends_of_axis in zip(*ends, strict=True)]
-    if sum(shard.numel() for _, shard in shards) != math.prod(shape):
-        return None
-    whole = shards[0][1].new_empty(shape)
-    for (offsets, shard), end in zip(shards, ends, strict=True):
-        whole[tuple(map(slice, offsets, end))] = shard
-    return whole
 
 
 def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], ema: bool = False) -> None:

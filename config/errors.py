@@ -2,7 +2,7 @@
 
 
 class RunError(RuntimeError):
-    """A run cannot continue; raised by all processes together."""
+    """A run cannot continue."""
 
 
 class ConfigError(ValueError):

@@ -6,6 +6,7 @@ stored settings of a resumed run, then from the initial model, the corpus (`Corp
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 from config.errors import ConfigError
@@ -46,12 +47,8 @@ def require_consistent(config: TrainConfig, num_processes: int) -> None:
 
 def with_stored_settings(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
     """Fill in data.seed, global_batch_size and branch_from, where null, from the flat settings of the resumed run."""
-    current = {
-        "data.seed": config.data.seed,
-        "global_batch_size": config.global_batch_size,
-        "branch_from": config.branch_from,
-    }
-    return replace_settings(config, {name: stored[name] for name, value in current.items() if value is None})
+    names = ("data.seed", "global_batch_size", "branch_from")
+    return replace_settings(config, {name: stored[name] for name in names if attrgetter(name)(config) is None})
 
 
 def with_stored_model(config: TrainConfig, stored: Mapping[str, Any]) -> TrainConfig:
@@ -85,10 +82,5 @@ def with_initial_model(config: TrainConfig, initial: GPTConfig, weights_hash: st
 
 def with_launch(config: TrainConfig, num_processes: int) -> TrainConfig:
     """Fill in the global batch size and the seed of the data where they are still null."""
-    return replace_settings(
-        config,
-        {
-            "global_batch_size": config.global_batch_size or config.micro_batch_size * num_processes,
-            "data.seed": config.data.seed or 0,
-        },
-    )
+    batch_size = config.global_batch_size or config.micro_batch_size * num_processes
+    return replace_settings(config, {"global_batch_size": batch_size, "data.seed": config.data.seed or 0})

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from config.errors import ConfigError
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_NAME = "lock"
-LOCK_SECONDS = 0.05  # between two attempts to lock a file
 
 
 def write_atomically(path: Path, content: str | bytes, several_writers: bool = False) -> None:
@@ -67,10 +65,9 @@ def move_aside(path: Path) -> Path:
 
 
 def copy_folder(source: Path, path: Path) -> None:
-    """Copy a folder of files to `path`, whole or not at all, unless `path` exists."""
-    if not path.exists():
-        with folder_written_atomically(path) as folder:
-            shutil.copytree(source, folder)
+    """Copy a folder of files to `path`, whole or not at all."""
+    with folder_written_atomically(path) as folder:
+        shutil.copytree(source, folder)
 
 
 def reason_absent(name: str) -> str:
@@ -99,14 +96,14 @@ def copy_folder_permissions(path: Path) -> None:
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def lock(file: TextIO) -> bool:
-    """Lock an open file until it is closed; return False if another process has locked it.
+def lock(file: TextIO, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; if another process has locked it, wait for it or return False.
 
     Raises:
         ConfigError: its file system has no locks, and MINI_GPT_WITHOUT_LOCKS is not set.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -119,12 +116,6 @@ def lock(file: TextIO) -> bool:
                 f"{WITHOUT_LOCKS}=1 in the environment and make sure yourself that only one program writes there"
             ) from None
     return True
-
-
-def wait_for_lock(file: TextIO) -> None:
-    """Lock an open file as `lock` does, after waiting for any other process that has locked it."""
-    while not lock(file):
-        time.sleep(LOCK_SECONDS)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ rows give the same digest. It detects accidents, not forgery; for that a manifes
 """
 
 import functools
+from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -26,7 +27,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, like all factors here, so that multiplication modulo 2**64 is invertible
 # Values hashed at once: enough to keep a GPU busy without a temporary copy of a large tensor. 0: each tensor as a whole
 # and by itself, since on a CPU numpy's einsum needs no temporary.
-VALUES_AT_ONCE = {"cpu": 0, "cuda": 2**24}
+VALUES_AT_ONCE = defaultdict(lambda: 2**24, cpu=0)
 
 
 class ReplicasDiffer(RunError):
@@ -140,7 +141,7 @@ def _hash_tensors(tensors: list[Tensor]) -> list[Tensor]:
     for index, rows in enumerate(tensors):
         kind = rows.device, rows.dtype, rows.shape[1]
         sizes[kind] = sizes.get(kind, 0) + rows.numel()
-        if kind in batches and sizes[kind] <= _values_at_once(rows.device):
+        if kind in batches and sizes[kind] <= VALUES_AT_ONCE[rows.device.type]:
             batches[kind][-1].append(index)
         else:
             batches.setdefault(kind, []).append([index])
@@ -152,16 +153,12 @@ def _hash_tensors(tensors: list[Tensor]) -> list[Tensor]:
     return [hashes[index] for index in range(len(tensors))]
 
 
-def _values_at_once(device: torch.device) -> int:
-    return VALUES_AT_ONCE.get(device.type, 2**24)
-
-
 def _hash_rows(rows: Tensor) -> Tensor:
     """Return the multilinear hash of each row, int64 [rows]."""
     factors = _factors(rows.shape[1], rows.device)
     if rows.shape[1] == 1:
         return rows[:, 0] * factors
-    if not (at_once := _values_at_once(rows.device)):
+    if not (at_once := VALUES_AT_ONCE[rows.device.type]):
         return torch.from_numpy(np.einsum("rc,c->r", rows.numpy(), factors.numpy()))
     return torch.cat([(part * factors).sum(1) for part in rows.split(max(1, at_once // rows.shape[1]))])
 

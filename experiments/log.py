@@ -8,7 +8,7 @@ import numpy as np
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import wait_for_lock, write_atomically
+from data.files import lock, write_atomically
 from data.json_objects import parse_object
 from experiments.settings import ReportConfig
 from plotting.style import new_figure
@@ -24,7 +24,7 @@ def append(lab: Path, row: dict[str, Any]) -> None:
     """Append the row of an experiment unless it is there: several machines may run one experiment together."""
     lab.mkdir(parents=True, exist_ok=True)
     with open(lab / "log.jsonl", "a+") as file:
-        wait_for_lock(file)
+        lock(file, wait=True)
         file.seek(0)
         text = file.read()
         row = json.loads(json.dumps(row))

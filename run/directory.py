@@ -37,7 +37,7 @@ from run.status import Status, write_outcome, write_status
 
 
 class RunDirectory:
-    """Config, status, metrics and checkpoints of one run, written by the main process alone."""
+    """Config, status, metrics and checkpoints of one run; all but checkpoints are written by the main process alone."""
 
     def __init__(self, out_dir: str, name: str):
         self.path = Path(out_dir).expanduser() / name
@@ -51,7 +51,7 @@ class RunDirectory:
     def check(self, config: TrainConfig) -> None:
         """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
 
-        Every process calls it before anything is allocated; nothing is written.
+        Every process calls it before the process group exists; nothing is written.
         """
         self._resolved_config = config
         existing = self.path

@@ -84,7 +84,7 @@ def load_with_source(
 
 
 def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> LoadedModel:
-    """Load the model of a checkpoint that find_checkpoint returned."""
+    """Load the model of a validated checkpoint."""
     try:
         config = config_of(manifest.config)
     except ConfigError as error:

@@ -36,12 +36,7 @@ class Reporter(AbstractContextManager):
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDirectory,
-        step: int,
-        accelerator: Accelerator,
-        export_newest: ExportNewest,
+        self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator, export_newest: ExportNewest
     ):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:

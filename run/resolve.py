@@ -32,7 +32,7 @@ class Resolved(NamedTuple):
 def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
-    Called by every process, before the process group exists; nothing is written. Raise ConfigError if the settings
+    Called by every process; nothing is written. Raise ConfigError if the settings
     contradict each other, the run, the initial model or the corpus. Without `run`, as for `--plan` and verify.py, no
     run is resumed.
     """

@@ -115,7 +115,7 @@ def check_existing_run(run: Path, config: TrainConfig, stored: dict[str, Any]) -
 
 
 def check_new_run(run: Path, config: TrainConfig) -> None:
-    """Raise ConfigError if the directory `branch_from` does not exist, or an input is in the run directory itself."""
+    """Raise ConfigError if the directory `branch_from` does not exist, or an input would be moved or is the run."""
     if config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
     inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]

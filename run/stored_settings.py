@@ -15,12 +15,13 @@ from model.field_types import invalid_values
 # Settings that are used without a check by `config_of`. Others may have values that this code refuses, such as a choice
 # that a fork added.
 ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_", "checkpoint.every:")
+DEFAULTS = flat_settings(asdict(TrainConfig()))
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
 
 def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the flat settings (`section.name: value`) of a run, with the default of each setting added since."""
-    return flat_settings(asdict(TrainConfig())) | flat_settings(stored)
+    return DEFAULTS | flat_settings(stored)
 
 
 def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
@@ -61,8 +62,7 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 
 def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a run that this code does not have, each with a message."""
-    known = flat_settings(asdict(TrainConfig()))
-    return {key: no_such_setting(key, value) for key, value in complete_settings(settings).items() if key not in known}
+    return {key: no_such_setting(key, value) for key, value in flat_settings(settings).items() if key not in DEFAULTS}
 
 
 def no_such_setting(key: str, value: Any) -> str:
@@ -71,6 +71,5 @@ def no_such_setting(key: str, value: Any) -> str:
 
 
 def _without_unknown(settings: dict[str, Any]) -> TrainConfig:
-    defaults = flat_settings(asdict(TrainConfig()))
-    known = {key: value for key, value in flat_settings(settings).items() if key in defaults}
-    return replace_settings(TrainConfig(), defaults | known)
+    known = {key: value for key, value in flat_settings(settings).items() if key in DEFAULTS}
+    return replace_settings(TrainConfig(), DEFAULTS | known)
