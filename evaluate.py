@@ -60,7 +60,7 @@ def main(config: EvaluateConfig) -> None:
     CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).require_verified()
     with accelerator.autocast():
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
-    positions = {name: metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")}
+    losses_by_position = [metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")]
     if accelerator.is_main_process:
         assert corpus.validation is not None, "it has been evaluated"
         metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": source[1].step} if source else {})
@@ -69,7 +69,7 @@ def main(config: EvaluateConfig) -> None:
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:
-            save(directory, config.run, metrics, list(positions.values()))
+            save(directory, config.run, metrics, losses_by_position)
         except OSError as error:
             raise ConfigError(f"out: {str(directory)!r} cannot be written: {error}; name another one") from None
     accelerator.wait_for_everyone()

@@ -1,7 +1,8 @@
 """Measure speed and memory, and update the tables of docs/performance.md: python -m benchmarks CASE.
 
-`make bench` measures every case of the page except the GPU's, in about an hour on 2 cores; nothing else should run on
-the machine. benchmarks/results/CASE.json is written after each group of figures, with the value of every round.
+`make bench` measures every case of the page except the GPU's (time_to_loss if --text is given), in about an hour on 2
+cores; nothing else should run on the machine. benchmarks/results/CASE.json is written after each group of figures, with
+the value of every round.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Results of the benchmarks, and the tables of docs/performance.md made from them: python -m benchmarks.tables.
 
-benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list has
-the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
+benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list of
+numbers has the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
 `<!-- end -->`.
 """
 

@@ -74,9 +74,7 @@ class Ledger:
 def make_row(**cells: object) -> Row:
     """Return a row with the time; cells that are not given, and None, are empty."""
     assert cells.keys() <= set(COLUMNS), cells
-    cells = {"time": time.strftime("%Y-%m-%d %H:%M:%S")} | {
-        name: cell for name, cell in cells.items() if cell is not None
-    }
+    cells["time"] = cells.get("time") or time.strftime("%Y-%m-%d %H:%M:%S")
     return {name: format_cell(cells.get(name)) for name in COLUMNS}
 
 

@@ -122,18 +122,16 @@ COMMANDS: dict[str, type[ChainConfig]] = {
 }
 
 
-def parse_command(settings: type[ChainConfig], args: list[str]) -> ChainConfig:
-    """Parse the command line of a command, as `parse_tool_with_json`."""
-    return parse_tool_with_json(settings, "research.py", args, print_error)
-
-
 def print_error(message: str) -> None:
     """Print the one JSON object of a command that failed."""
     print(json.dumps({"status": "error", "message": message}))
 
 
 # The parser and the module of each command, as cli.scripts.run_script takes them.
-PARSERS = {name: (partial(parse_command, settings), "chain.commands") for name, settings in COMMANDS.items()}
+PARSERS = {
+    name: (partial(parse_tool_with_json, settings, "research.py", print_error=print_error), "chain.commands")
+    for name, settings in COMMANDS.items()
+}
 
 
 def refuse_command(args: list[str]) -> None:

@@ -79,14 +79,13 @@ class Chain:
     def discoveries(self) -> list[int]:
         """Number of tests that had begun when each discovery was made."""
         tested = {number for number, row in self.ideas.items() if row["status"] in TEST_STATUSES}
-        begun, found, counts = set(), set(), []
+        begun, counts = set(), {}
         for row in self.rows:
             if row["kind"] in TEST_KINDS and (number := row["id"]) in tested:
                 begun.add(number)
-                if row["status"] == "better" and number not in found:
-                    found.add(number)
-                    counts.append(len(begun))
-        return counts
+                if row["status"] == "better":
+                    counts.setdefault(number, len(begun))
+        return [*counts.values()]
 
     @property
     def levels(self) -> list[float]:

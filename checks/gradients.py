@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from checks.model import with_short_windows
+from checks.model import build_perturbed, with_short_windows
 from config.schema import TrainConfig
 from data.loader import load_batch
 from model import kernels
@@ -43,10 +43,7 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
     config = replace(config, model=with_short_windows(small, length))
     eager = replace(config, compile=False)
     batch = first_rows(dataset, length)
-    torch.manual_seed(0)
-    network = GPTModel(config.model)
-    for parameter in network.parameters():  # so that parameters initialised to zero have an effect
-        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    network = build_perturbed(config.model).train()  # parameters initialised to zero have an effect, too
     build_optimizer(network, config.optimizer)  # a fork may freeze parameters there
 
     plain = deepcopy(network).double()

@@ -237,7 +237,7 @@ def several_machines() -> bool:
     return num_processes() > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def reason_against_trial(config: TrainConfig, accelerator: Accelerator, flops: float, peak: float, disk: int) -> str:
+def reason_against_trial(accelerator: Accelerator, flops: float, peak: float, disk: int) -> str:
     """Return why no trial steps can run here, or ""."""
     if several_machines():
         return "the machines have no temporary directory in common"
@@ -289,7 +289,7 @@ def main(config: TrainConfig) -> None:
         "checkpoint": f"{megabytes(checkpoint)}, the newest {config.checkpoint.keep} and the best are kept",
     }
     trial_flops = (TRIAL_STEPS + 1) * flops * config.micro_batch_size * config.seq_len
-    if why := reason_against_trial(config, accelerator, trial_flops, peak, checkpoint):
+    if why := reason_against_trial(accelerator, trial_flops, peak, checkpoint):
         plan["time"] = f"not measured: {why}"
     else:
         row = run_trial(replace(config, global_batch_size=sequences_at_once), accelerator)

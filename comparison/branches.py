@@ -25,15 +25,14 @@ def format_trees(records: list[Record]) -> Iterator[str]:
 
 def format_branches(parent: Record, records: list[Record], indent: str) -> Iterator[str]:
     """Format the branches of a run, and their branches below them."""
-    children = [(record.branch.step, record) for record in records if record.parent is parent and record.branch]
-    children.sort(key=lambda child: (child[0], child[1].label))
-    for number, (branch_step, child) in enumerate(children, start=1):
+    children = sorted((child for child in records if child.parent is parent), key=lambda c: (c.fork_step, c.label))
+    for number, child in enumerate(children, start=1):
         is_last = number == len(children)
         changed = [
             f"{name} {format_setting(parent, name)} -> {format_setting(child, name)}"
             for name in changed_by_branch(child)
         ]
-        line = f"{indent}{'└' if is_last else '├'}─ step {branch_step}: {child.label}"
+        line = f"{indent}{'└' if is_last else '├'}─ step {child.fork_step}: {child.label}"
         line += f" ({', '.join(changed) or 'nothing changed'})"
         if effect := measure_effect(child, records):
             step, difference, repeats = effect

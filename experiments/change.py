@@ -1,8 +1,9 @@
 """The change under test, as given on the command line: settings, code, or both.
 
-Both arms are trained from separate git worktrees, in a temporary folder that is always removed, so that edits of the
-working tree during an experiment reach neither arm. Worktrees of a killed experiment are removed by the next one. The
-working tree and patches become commits that no branch contains, which git deletes after some weeks; the diff is kept.
+In a git repository arms with different code are trained from separate worktrees, in a temporary folder that is always
+removed, so that edits of the working tree during an experiment reach neither arm. The next experiment removes those of
+a killed one. The working tree and patches become commits that no branch contains, which git deletes after some weeks;
+the diff is kept.
 """
 
 import os

@@ -58,8 +58,7 @@ def parse_rows(text: str) -> list[dict[str, Any]]:
             row = parse_object(line)
         except ValueError:
             continue
-        has_result = "low" in row
-        numbers = [row.get(name) for name in ("difference", "low", "high", "margin")] if has_result else []
+        numbers = [row.get(name) for name in ("difference", "low", "high", "margin")] if "low" in row else []
         if row.keys() >= REQUIRED and type(row["seeds"]) is int and all(type(n) in (int, float) for n in numbers):
             rows.append(row)
     return rows

@@ -136,10 +136,10 @@ def trend(sizes: list[dict[str, Any]]) -> str:
     return "shrinks" if change + math.hypot(b_high - b, a - a_low) < 0 else "does not change significantly"
 
 
-def format_interval(values: list[float], form: str = ".2f") -> str:
-    """Format an estimate with its interval."""
-    middle, low, high = (format(value, form) for value in values)
-    return f"{middle} ({CONFIDENCE}: {low} to {high})"
+def format_difference(row: dict[str, Any], unit: str = "") -> str:
+    """Format the difference of a comparison, in percent, with its interval."""
+    middle, low, high = (f"{row[name]:+.1f}" for name in ("difference", "low", "high"))
+    return f"{middle}{unit} ({CONFIDENCE}: {low} to {high})"
 
 
 def format_multiplier(compute: list[float], time: list[float] | None = None) -> str:
@@ -168,15 +168,9 @@ def summarize(row: dict[str, Any]) -> str:
 def parts_of_comparison(row: dict[str, Any]) -> list[str]:
     """Return the parts of the summary: the verdict with the difference, then multipliers and caveats."""
     idea, verdict = row["idea"], row["verdict"]
-    percent = format_interval([row[name] for name in ("difference", "low", "high")], "+.1f").replace(" (", "% (", 1)
-    begin = {
-        "better": "Better",
-        "worse": "Worse",
-        "no difference": f"No difference beyond the equivalence margin of {100 * row['margin']:g}%",
-        "futile": "Futile",
-        "unknown": "Unknown",
-    }[verdict]
-    parts = [f"{begin}: {idea} changes {row['metric']} by {percent}"]
+    beyond = f" beyond the equivalence margin of {100 * row['margin']:g}%" if verdict == "no difference" else ""
+    change = format_difference(row, "%")
+    parts = [f"{verdict.capitalize()}{beyond}: {idea} changes {row['metric']} by {change}"]
     if row.get("compute_multiplier"):
         parts.append(f"compute multiplier {format_multiplier(row['compute_multiplier'])}")
     if row.get("time_multiplier"):
@@ -251,11 +245,10 @@ def format_report(row: dict[str, Any]) -> Iterator[str]:
     if row["diff"]:
         yield f"diff: {row['diff']}"
     for size in row.get("sizes", []):
-        percent = format_interval([size[name] for name in ("difference", "low", "high")], "+.1f")
         multiplier = size.get("compute_multiplier")
         words = f", compute multiplier {format_multiplier(multiplier)}" if multiplier else ""
         begin = f"{size['size']:g} times the parameters, {size['seeds']} seeds"
-        yield f"{begin}: {size['verdict']}, {percent} percent{words}"
+        yield f"{begin}: {size['verdict']}, {format_difference(size)} percent{words}"
     if "difference" in row:
         yield (
             f"{row['seeds']} seeds of the candidate and {row['baseline_seeds']} of the baseline, analysed after every "

@@ -130,8 +130,8 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
         raise ConfigError(f"idea: the entropy of the data is {entropies}, so their excess losses are not comparable")
     if metric == LOSS and ours["entropy"] is not None:
         metric = EXCESS_LOSS
-    half = not baseline.launch.precision == candidate.launch.precision == "no"
-    tolerance = HALF_TOLERANCE if half else FLOAT32_TOLERANCE
+    float32 = baseline.launch.precision == candidate.launch.precision == "no"
+    tolerance = FLOAT32_TOLERANCE if float32 else HALF_TOLERANCE
     for name, score in scores.items():
         check_logged(name, LOSS, score[LOSS], score["loss"], tolerance * abs(score["loss"]))
         if metric == EXCESS_LOSS:

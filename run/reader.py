@@ -63,7 +63,6 @@ class RunReader:
 
     def __init__(self, path: Path):
         self.path = path
-        self.checkpoints = path / "checkpoints"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -94,7 +93,7 @@ class RunReader:
 
     def manifests(self) -> dict[Path, Manifest]:
         """Return the checkpoints whose manifest is valid, newest first; their other files are not read."""
-        return readable_checkpoints(self.checkpoints)
+        return readable_checkpoints(self.path / "checkpoints")
 
     def status(self) -> Status | None:
         """Return the content of status.json; None if it is absent or damaged."""

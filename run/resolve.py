@@ -32,9 +32,8 @@ class Resolved(NamedTuple):
 def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
-    Called by every process; nothing is written. Raise ConfigError if the settings
-    contradict each other, the run, the initial model or the corpus. Without `run`, as for `--plan` and verify.py, no
-    run is resumed.
+    Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
+    initial model or the corpus. Without `run`, as for `--plan` and verify.py, no run is resumed.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:

@@ -19,7 +19,7 @@ class Status:
     state: str
     """running, finished, preempted or failed."""
     step: int
-    """The last step that was completed or saved."""
+    """The step that the session started from, or whose save began last."""
     reason: str = ""
     """Why the run was preempted or failed."""
 

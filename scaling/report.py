@@ -47,21 +47,17 @@ class Report:
             f"  theory: alpha = {self.theory['alpha']:.3f}, beta = {self.theory['beta']:.3f} in the limit; "
             f"beta = {self.theory_beta_here:.3f} for as many facts as these runs have read"
         )
-        ratio = self.optimal_tokens_per_parameter()
+        largest = max(self.measurements, key=lambda run: run.flops)
+        parameters, tokens = self.fits[KNOWN].law.compute_optimal(largest.parameters * largest.tokens)
+        ratio = float(tokens / parameters)
         is_determined = 1e-3 < ratio < 1e6
         optimum = f"{ratio:.3g} tokens per parameter" if is_determined else "tokens per parameter not determined"
-        lines.append(f"Compute-optimal at {max(run.flops for run in self.measurements):.2g} FLOPs: {optimum}")
+        lines.append(f"Compute-optimal at {largest.flops:.2g} FLOPs: {optimum}")
         size = f"{format_count(self.target.parameters)} parameters, {format_count(self.target.tokens)} tokens"
         lines.append(f"Predicted excess loss at {EXTRAPOLATION} times the FLOPs of the largest run ({size}):")
         for name, (expected, low, high) in self.predictions.items():
             lines.append(f"  {name}: {expected:.4f} nats/token ({low:.4f} to {high:.4f})")
         return lines
-
-    def optimal_tokens_per_parameter(self) -> float:
-        """Return the compute-optimal ratio of tokens to parameters at the FLOPs of the largest run."""
-        largest = max(self.measurements, key=lambda run: run.flops)
-        parameters, tokens = self.fits[KNOWN].law.compute_optimal(largest.parameters * largest.tokens)
-        return float(tokens / parameters)
 
     def outcome_lines(self, outcome: Measurement) -> list[str]:
         """Return the comparison of the predictions with the measured loss as lines of text."""
