@@ -519,6 +519,8 @@ class TrainConfig:
             )
         if self.profile and self.profile[0] > self.profile[1]:
             yield f"profile: {list(self.profile)} is not the first and the last step; put the smaller first"
+        elif self.profile and self.profile[0] > self.steps:
+            yield f"profile: {list(self.profile)} begins after the last step, steps: {self.steps}; use earlier steps"
 
 
 def _nearest(size: int, unit: int) -> str:

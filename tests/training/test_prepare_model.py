@@ -89,6 +89,10 @@ def test_profile_traces_the_given_steps(tmp_path):
         assert any("all_reduce" in name or "allreduce" in name for name in names)
 
 
-def test_profile_with_reversed_steps_is_refused(tmp_path):
-    done = train(*TINY, "--name", "run", "--profile", "[4, 3]", "--out_dir", tmp_path, exit_code=2)
-    assert "profile: [4, 3] is not the first and the last step" in done.stderr
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    {"[4, 3]": "is not the first and the last step", "[7, 9]": "begins after the last step"}.items(),
+)
+def test_profile_of_impossible_steps_is_refused(steps, problem, tmp_path):
+    done = train(*TINY, "--name", "run", "--profile", steps, "--out_dir", tmp_path, exit_code=2)
+    assert f"profile: {steps} {problem}" in done.stderr
