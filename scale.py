@@ -35,7 +35,7 @@ LEARNING_RATE_FACTORS = (0.25, 0.5, 1, 2, 4)  # relative to the rule's
 # Settings that the ladder sets itself, because its numbers of parameters and tokens and its theory depend on them.
 LADDER_SETTINGS = (
     *("config", "model.", "data.", "steps", "seq_len", "global_batch_size", "seed", "name", "out_dir"),
-    *("optimizer.lr", "schedule.warmup_steps"),
+    *("optimizer.lr", "schedule.warmup_steps", "schedule.batch_warmup", "evaluation.every"),
 )
 
 
@@ -151,8 +151,11 @@ def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
     if different := [name for name in common if stored.get(name) != common[name]]:
         details = "; ".join(f"{name} {stored.get(name)!r} there, {common[name]!r} now" for name in different)
         raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({details}); name another folder")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(common), several_writers=True)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(common), several_writers=True)
+    except OSError as error:
+        raise ConfigError(f"out_dir: {str(out_dir)!r} cannot be written: {error.strerror}; name another one") from None
 
 
 def search_learning_rates(config: ScaleConfig, widths: list[int], steps: int, out_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -16,6 +16,13 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a tensor that may be sharded. All processes call this together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 keeps gathered after a forward without a backward; a later change would miss them."""
+    for module in model.modules():
+        if callable(free := getattr(module, "reshard", None)):  # it is an FSDPModule, whose import is slow
+            free()
 
 
 def shard_like(like: Tensor, tensor: Tensor) -> Tensor:

@@ -158,7 +158,11 @@ def write_run_config(config: TrainConfig) -> Path:
     settings["model"] = {name: value for name, value in settings["model"].items() if name in given}
     content = yaml.safe_dump(settings, sort_keys=False).encode()
     folder = run_path(config).parent / "logs" / "configs"
-    return write_once(folder / f"{sha256(content).hexdigest()[:12]}.yaml", content)
+    try:
+        return write_once(folder / f"{sha256(content).hexdigest()[:12]}.yaml", content)
+    except OSError as error:
+        problem = f"out_dir: {config.out_dir!r} cannot be written: {error.strerror}"
+        raise ConfigError(f"{problem}; name another one") from None
 
 
 def is_finished(config: TrainConfig) -> bool:

@@ -176,6 +176,12 @@ def test_widths_search_around_the_rule(simulated_runs, capsys):
         ({"law": True, "arguments": "--data.zipf 1.5"}, "arguments: --data.zipf is set by the ladder"),
         ({"law": True, "arguments": "--config other.yaml"}, "arguments: --config is set by the ladder"),
         ({"law": True, "arguments": "--optimizer.lr 1"}, "arguments: --optimizer.lr is set by the ladder"),
+        ({"law": True, "arguments": "--evaluation.every 0"}, "arguments: --evaluation.every is set by the ladder"),
+        (
+            {"law": True, "arguments": "--schedule.batch_warmup_from 4"},
+            "arguments: --schedule.batch_warmup_from is set by the ladder",
+        ),
+        ({"law": True, "out_dir": "README.md"}, "out_dir: 'README.md' cannot be written: File exists"),
         ({"widths": True, "arguments": "--optimizer.name muon --seed=3"}, "arguments: --seed=3 is set by the ladder"),
     ],
 )

@@ -176,6 +176,12 @@ def test_init_from_passes_only_given_model_settings(given, tmp_path):
     assert asdict(passed) == asdict(config)
 
 
+def test_out_dir_that_is_a_file_is_refused():
+    (config,) = plan_sweep([*TINY_STORIES, "--out_dir", str(ROOT / "README.md")], {})
+    with pytest.raises(ConfigError, match="README.md' cannot be written: .*; name another one"):
+        write_run_config(config)
+
+
 def test_existing_run_with_other_settings_is_refused(sweep):
     sweep("--seed", "0,1")
     assert sweep("--seed", "0,1", "--model.dropout", 0.2, error=ConfigError) == []

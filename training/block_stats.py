@@ -67,7 +67,8 @@ class BlockStatistics:
         norms["update_ratio"] = group_norms(
             [foreach_sub(list(block.parameters()), old) for block, old in zip(self.blocks, before, strict=True)]
         )
-        columns = dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+        device = norms["weight_norm"].device  # norms of no tensors, if all are frozen, are on the CPU
+        columns = dict(zip(norms, torch.stack([norm.to(device) for norm in norms.values()]).tolist(), strict=True))
         pairs = zip(columns["update_ratio"], columns["weight_norm"], strict=True)
         columns["update_ratio"] = [update / (weight or 1.0) for update, weight in pairs]
         # All calls are gathered and then added, so that the sum does not depend on the number of processes.

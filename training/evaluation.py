@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from data.corpus import Corpus
 from data.loader import load_batch
 from distributed.collectives import all_gather
+from distributed.sharding import reshard
 from training.metrics import NonFiniteError, fill_slots, forward_with_metrics, mean, sum_dtype
 
 
@@ -45,6 +46,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         names, values = list(sums), [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
+    reshard(model)
     model.train()
     columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # sums and counts of each name, by batch
     totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from config.errors import ConfigError
 from config.schema import TrainConfig
 from model import attention
 from model.gpt import GPTModel
+from training.schedule import SCHEDULES
 
 PROCESSOR_FOLDER = "processor-"
 
@@ -74,6 +76,9 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)
     if compiled:
+        if "dropout" in SCHEDULES and config.model.dropout:
+            # After eight rates torch would run the blocks uncompiled, but a resumed run would compile eight others.
+            raise ConfigError("compile: true supports no scheduled dropout; set it to false")
         separate_compilation_caches()
         network.next_token_loss.compile()
     network.next_token_loss.chunked = True if compiled and config.chunked_loss is None else config.chunked_loss

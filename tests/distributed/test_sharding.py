@@ -110,6 +110,15 @@ def test_fsdp2_launch_file_shards(fsdp2, ddp):
     assert_sharded_like_ddp("fsdp2", 2, *fsdp2, ddp)
 
 
+def test_fsdp2_trains_on_after_evaluating_ema(runs):
+    """Without a save or generations after the evaluation, which would reshard the gathered EMA weights."""
+    words = [*TINY_STORIES, "--name", "run", "--evaluation.ema_decay", 0.9, "--evaluation.every", 2]
+    words += ["--checkpoint.every", 8, "--model.dropout", 0]
+    sharded("fsdp2", 2, *words, "--out_dir", runs / "fsdp2")
+    train(*words, "--out_dir", runs / "ddp", processes=2)
+    rows_agree(runs / "fsdp2" / "run", runs / "ddp" / "run", rel=2e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
 def test_launch_file_shards_over_four_processes(kind, runs, ddp):

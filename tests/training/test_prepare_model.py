@@ -10,12 +10,14 @@ import torch
 from torch._inductor.exc import CppCompileError
 
 from cli.scripts import run_script
+from config.errors import ConfigError
 from config.schema import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.prepare_model import missing_compiler, prepare_network
+from training.schedule import SCHEDULES
 
 TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
 
@@ -26,6 +28,13 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     prepare_network(network, TrainConfig(compile=True, chunked_loss=setting), torch.device("cpu"))
     assert network.next_token_loss.differentiate._torchdynamo_orig_callable is differentiate_loss
     assert network.next_token_loss.chunked is chunked
+
+
+def test_compile_refuses_scheduled_dropout(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "dropout", lambda rate, config, step: rate / (step + 1))
+    network = GPTModel(GPTConfig(vocab_size=37, n_layers=1, n_heads=2, d_model=16, d_ff=32))
+    with pytest.raises(ConfigError, match="compile: true supports no scheduled dropout"):
+        prepare_network(network, TrainConfig(compile=True), torch.device("cpu"))
 
 
 @pytest.mark.slow
