@@ -38,13 +38,13 @@ verify: env ## check the guarantees on this machine; of your model: make verify 
 	@{ $(LAUNCH) verify.py $(ARGS) 2>&1 >&3 | awk $(WITHOUT_LAUNCHER) >&2; } 3>&1
 
 law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
-	.venv/bin/python scale.py --law $(ARGS)
+	.venv/bin/python -m tools.scale --law $(ARGS)
 
 record: env ## train a record of docs/track.md again and compare its bits: make record NAME=stories
-	.venv/bin/python -m docs.record $(NAME) $(ARGS)
+	.venv/bin/python -m tools.record $(NAME) $(ARGS)
 
 trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
-	.venv/bin/python -m tests.fork_trial $(ARGS)
+	.venv/bin/python -m tests.support.fork_trial $(ARGS)
 
 test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
@@ -60,10 +60,10 @@ test-gpu: ## on a machine with a GPU: run its tests and benchmark, and print a p
 	$(GPU_PYTHON) -m pytest -m cuda -rfE $(GPU_WORKERS) $(sort $(shell grep -rl mark.cuda tests --include="test_*.py")) > runs/gpu_tests.log 2>&1; tests=$$?; \
 	nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
 	grep -E "^(FAILED|ERROR)|(passed|failed).* in " runs/gpu_tests.log; \
-	$(GPU_PYTHON) -m benchmarks gpu --budget_seconds 420 $(ARGS) && exit $$tests
+	$(GPU_PYTHON) -m tools.benchmark gpu --budget_seconds 420 $(ARGS) && exit $$tests
 
 bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
-	@for case in $(BENCHMARKS); do .venv/bin/python -m benchmarks $$case $(ARGS) || failed="$$failed $$case"; done; \
+	@for case in $(BENCHMARKS); do .venv/bin/python -m tools.benchmark $$case $(ARGS) || failed="$$failed $$case"; done; \
 	test -z "$$failed" || (echo "failed:$$failed"; exit 1)
 
 lint: test-env ## check style and types

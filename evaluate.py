@@ -29,8 +29,6 @@ from data.corpus import Corpus, MetricSums, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
-from plotting.run_plots import save_loss_by_position
-from plotting.style import report_plot_errors
 from run.corpus_check import CorpusCheck
 from run.load import LoadedModel, load_with_source
 from run.settings import EvaluateConfig
@@ -152,6 +150,3 @@ def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float
     write_atomically(
         directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
     )
-    with report_plot_errors("The loss by position"):
-        save_loss_by_position(losses, metrics, name, directory / "evaluation.png")
-        print(f"Loss by position: {directory / 'evaluation.png'}")

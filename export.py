@@ -25,8 +25,6 @@ from data.chat_template import ChatTemplate
 from data.files import copy_folder_permissions
 from data.integrity import read_metadata
 from model.hf import to_transformers
-from plotting.run_plots import save_loss_curve
-from plotting.style import report_plot_errors
 from run.load import (
     LoadedModel,
     Weights,
@@ -203,10 +201,6 @@ def model_card(
     if numbers:
         note = " (of the newest checkpoint)" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
-    if (run := directory.resolve().parent.parent / "metrics.jsonl").exists():
-        with report_plot_errors("A figure of the run"):
-            save_loss_curve(run.parent, folder / "loss.png")  # not in the run, which may be read-only
-            lines.append("![Training and validation loss](loss.png)\n")
     lines.append(f"## Data\n\n{describe_data(loaded)}\n")
     environment = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
     lines.append("## Environment\n\n" + "\n".join(f"- {name}: {value}" for name, value in environment.items()) + "\n")

@@ -6,7 +6,7 @@ weights and buffers, the optimizer's state, the integer s and two counts of skip
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
-# then imports this file as the module `train` (with --plan: checks/plan.py), calls main(config) and exits.
+# then imports this file as the module `train`, calls main(config) and exits.
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
 
@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import gc
 import math
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -33,8 +32,6 @@ from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
 from export import export_newest
 from model.gpt import GPTModel
-from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
-from plotting.style import report_plot_errors
 from run import trackers
 from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory
@@ -81,7 +78,6 @@ def main(config: TrainConfig) -> None:
         else:
             require_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
-            plot_run(config, run.path, accelerator)
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
 
@@ -202,7 +198,6 @@ def train(
         if last_step < config.steps:
             raise Preempted(f"stopped after step {last_step} (stop_after); run the same command again to resume")
         require_finite_val_loss(metrics, config.steps)
-        plot_run(config, run.path, accelerator, reporter.say)
         reporter.say(f"The run is in {run.path}.")
 
 
@@ -250,16 +245,3 @@ def build_train_state(
         block_statistics=block_statistics,
         reducer=reducer,
     )
-
-
-def plot_run(
-    config: TrainConfig, run_directory: Path, accelerator: Accelerator, say: Callable[[str], None] = print
-) -> None:
-    """Write the figures of the run; an error, such as a full disk, is reported and does not fail the run."""
-    if config.tracking.plots and accelerator.is_main_process:
-        with report_plot_errors("A figure of the run", say):
-            say(f"Loss curve: {save_loss_curve(run_directory)}")
-            if path := save_excess_loss(run_directory):
-                say(f"Excess loss by kind of token: {path}")
-            if path := save_block_stats(run_directory):
-                say(f"Block statistics: {path}")

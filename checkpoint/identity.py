@@ -15,7 +15,7 @@ FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
 # Modules and packages that train.py imports, but on which no weight depends, by their path from the root.
-NOT_TRAINING = {"export.py", "plotting"}
+NOT_TRAINING = {"export.py"}
 
 
 def code_hash(root: Path = ROOT) -> str:

@@ -1,4 +1,4 @@
-"""Run a script of the repository root: parse its command line before importing torch, print errors, return exit codes.
+"""Run a script or tool: parse its command line before importing torch, print errors, return exit codes.
 
 torch takes seconds to import. Therefore a script calls `run_and_exit` before it imports anything else, so that --help
 and wrong settings are reported at once. This module imports nothing that imports torch.
@@ -31,9 +31,11 @@ from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes, process_rank
 
 # Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
-PRINT_A_LOG = ("train", "sweep")
+PRINT_A_LOG = ("train", "tools.sweep")
 ROOT = Path(__file__).parent.parent
-SOURCE_DIRS = {path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py") for path in ROOT.glob(pattern)}
+SOURCE_DIRS = {
+    path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py", "tools/*/*.py") for path in ROOT.glob(pattern)
+}
 
 # The dataclass of a script's settings, or a function that parses its command line.
 Settings = type | Callable[[list[str]], Any]
@@ -61,7 +63,7 @@ def run_script(
     """Parse the command line, call `main` of a module with the settings, and print errors.
 
     Args:
-        script: name of the script, without `.py`.
+        script: name of the module that is run, such as train or tools.compare.
         settings: default: the settings of train.py.
         needs_torch: whether the module imports torch, which is then reported because it takes seconds.
         module: the module whose `main` is called; default: the script.
@@ -75,34 +77,33 @@ def run_script(
     # torch creates many objects, and none is garbage.
     gc.set_threshold(50_000)
     ignore_failed_prints()
+    program = script if "." in script else f"{script}.py"
     is_log = False
     try:
         normalize_environment(os.environ)
     except ConfigError as error:  # printed by every process, because the main one is unknown
-        print(f"{script}.py: error: {error}", file=sys.stderr)
+        print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     try:
         args = sys.argv[1:]
-        if is_plan := script == "train" and "--plan" in args:
-            args, module = [arg for arg in args if arg != "--plan"], "checks.plan"
         if commands and args and args[0] in commands:
             (settings, module), args = commands[args[0]], args[1:]
         if settings is None:
             config = parse_config(args, num_processes())
         elif isinstance(settings, type):
-            config = parse_tool(settings, f"{script}.py", args)
+            config = parse_tool(settings, program, args)
         else:
             config = settings(args)
         if needs_torch and is_main_process():
-            print(f"{script}.py: loading torch ...", file=sys.stderr, flush=True)
-        is_log = script in PRINT_A_LOG and not is_plan  # not earlier: --help and --print_config print a result
+            print(f"{program}: loading torch ...", file=sys.stderr, flush=True)
+        is_log = script in PRINT_A_LOG  # not earlier: --help and --print_config print a result
         import_module(module or script).main(config)
     except SystemExit as exit_:  # --help and --print_config
         if exit_.code:
             return int(exit_.code)
     except (ConfigError, RunError) as error:
         let_main_process_fail_first()
-        print(f"{script}.py: error: {printable_lines(error)}", file=sys.stderr)
+        print(f"{program}: error: {printable_lines(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except Preempted as preempted:
         from accelerate import PartialState
@@ -117,24 +118,24 @@ def run_script(
         return 75
     except KeyboardInterrupt:
         if is_main_process():
-            print(f"{script}.py: interrupted", file=sys.stderr)
+            print(f"{program}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if is_memory_error(error):
-            print(f"{script}.py: error: {explain_full_memory(error)}", file=sys.stderr)
+            print(f"{program}: error: {explain_full_memory(error)}", file=sys.stderr)
             return 1
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             let_main_process_fail_first()
-            print(f"{script}.py: error: {explain_failed_compilation(error)}", file=sys.stderr)
+            print(f"{program}: error: {explain_failed_compilation(error)}", file=sys.stderr)
             return 1
         traceback.print_exc()
         if message := explain_lost_process(error):
-            print(f"{script}.py: error: {message}", file=sys.stderr)
+            print(f"{program}: error: {message}", file=sys.stderr)
         return 1
     failure = failed_print()
     if failure is None or is_log:
         return 0
-    print(f"{script}.py: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
+    print(f"{program}: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
     return 1
 
 

@@ -129,7 +129,7 @@ def _train_parser() -> _Parser:
         TrainConfig,
         "train.py",
         f"Trains a mini-GPT. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values override the "
-        "defaults below. With --plan it only prints what the training would need.",
+        "defaults below.",
     )
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")
     parser.add_class_arguments(TrainConfig, as_group=False)

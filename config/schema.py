@@ -223,7 +223,7 @@ class TrackingConfig:
     """The run's project in W&B or Trackio."""
 
     group: str | None = None
-    """The run's group in W&B; sweep.py sets it to the name of the sweep."""
+    """The run's group in W&B; tools.sweep sets it to the name of the sweep."""
 
     tags: list[str] | None = None
     """The run's tags in W&B, such as [baseline, wide]."""
@@ -236,10 +236,7 @@ class TrackingConfig:
 
     block_stats: bool = False
     """For every block, log the norms of weights and gradients, the RMS of the activations and the ratio of update norm
-    to weight norm, as layers/NAME/BLOCK; layers.png shows them over steps and depth."""
-
-    plots: bool = True
-    """Draw the figures of the run when it ends; `plot.py` draws them at any time."""
+    to weight norm, as layers/NAME/BLOCK; `tools.plot` draws them over steps and depth."""
 
     def problems(self) -> list[str]:
         """List the settings that the tracker does not support."""

@@ -67,7 +67,7 @@ class NextTokenLoss:
         nine tenths of its time.
         """
         rows = [-300.0, -1.0, 0.5, 40.0], [2.0, 1.0, 0.0, 3.0], [9.0, 1.0, 4.0, 0.0]
-        with _disable_current_modes():  # checks/plan.py runs the model on fake tensors, which have no values
+        with _disable_current_modes():  # tools/plan.py runs the model on fake tensors, which have no values
             logits = torch.tensor(rows, dtype=torch.float64, device="cpu")
             targets = torch.tensor([2, -100, 0], device="cpu")
             loss, metrics, gradient = differentiate_loss(logits, targets, self.config, closed_form=False)

@@ -1,4 +1,4 @@
-"""Resolve a config, for train.py, `--plan` and verify.py: fill in its null settings and load its data."""
+"""Resolve a config, for train.py, tools.plan and verify.py: fill in its null settings and load its data."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
-    initial model or the corpus. Without `run`, as for `--plan` and verify.py, no run is resumed.
+    initial model or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:

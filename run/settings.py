@@ -1,4 +1,4 @@
-"""Settings of sample.py, evaluate.py, export.py and plot.py; importable without torch."""
+"""Settings of sample.py, evaluate.py and export.py; importable without torch."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -95,14 +95,3 @@ class ExportConfig(TrainedModelConfig):
 
     push: str | None = None
     """Also upload the folder to this repository of the Hub, NAME/REPOSITORY; needs `hf auth login`."""
-
-
-@dataclass
-class PlotConfig:
-    """Plots runs: writes loss.png, excess.png and layers.png into the directory of each."""
-
-    runs: list[str]
-    """Run directories."""
-
-    x: Literal["steps", "tokens", "flops", "seconds"] = "steps"
-    """The x axis of loss.png: optimizer steps, training tokens, training FLOPs, or seconds of training."""

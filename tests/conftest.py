@@ -24,7 +24,7 @@ except OSError:  # as in some containers: gloo then warns in every process unles
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 if TYPE_CHECKING:  # the controller of pytest-xdist imports this file, too, and needs no torch
     import torch
@@ -86,18 +86,18 @@ def train(
     processes: int = 0,
     launch_file: Path = CPU_LAUNCH,
     max_restarts: int = 0,
-    pictures: bool = False,
     faults: str = "",
     exit_code: int = 0,
     cwd: Path = ROOT,
+    script: str = "train.py",
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py to its end and check its exit code; with `faults`, those of tests/faulty_train.py.
+    """Run train.py to its end and check its exit code; with `faults`, those of tests/programs/faulty_train.py.
 
-    In forked processes (tests/forked.py), unless something asks for a real launcher. A fork draws no loss curve unless
-    the test looks at `pictures`.
+    In forked processes (tests/support/forked.py), unless something asks for a real launcher.
     """
-    script, env = ("tests/faulty_train.py", {**env, "FAULTS": faults}) if faults else ("train.py", env)
+    if faults:
+        script, env = "tests/programs/faulty_train.py", {**env, "FAULTS": faults}
     if max_restarts or launch_file != CPU_LAUNCH or cwd != ROOT:
         command = train_command(
             *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
@@ -105,26 +105,28 @@ def train(
         done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
     else:
         words = [str(word) for word in arguments]
-        done = forked.run(script, words, processes, environment(**env), pictures=pictures)
+        done = forked.run(script, words, processes, environment(**env))
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
 def python(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python SCRIPT ...`, `python -m MODULE ...` or `accelerate launch ... SCRIPT ...` as a page shows it, in
-    forks, where a training draws no loss curve, and check that it succeeds."""
+    forks, and check that it succeeds."""
     program, *words = shlex.split(command)
     processes = 0
     if program == "accelerate":
-        index = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        index = next(index for index, word in enumerate(words) if word.endswith(".py") or word == "-m")
         started = what_is_started(*words[1:index])
         processes = int(started.get("WORLD_SIZE", 0))
         env = {name: value for name, value in started.items() if os.environ.get(name) != value} | env
         words = words[index:]
     else:
         assert program == "python"
+    if words[0] == "-m":
+        words = words[1:]
     script, *arguments = words
-    done = forked.run(script, arguments, processes, environment(**env), cwd, pictures=False)
+    done = forked.run(script, arguments, processes, environment(**env), cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

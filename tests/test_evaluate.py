@@ -29,8 +29,8 @@ from model.config import GPTConfig
 from model.seeds import derive_seed
 from run.load import LoadedModel, load_run
 from sample import SampleConfig
-from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
+from tests.support import forked
 
 TEXT = "To be, or not to be? Äh: that is the question.\n"
 

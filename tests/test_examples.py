@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples import common, mnist_allreduce, mnist_spawn_ddp, model_parallel
 from model.gpt import GPTModel
-from tests import forked
 from tests.conftest import ROOT, commands, environment, metrics, python, shell, tensors, train
+from tests.support import forked
 
 EXAMPLES = ROOT / "examples"
 README = (EXAMPLES / "README.md").read_text()
@@ -228,7 +228,7 @@ def test_three_gpt_examples_have_identical_bits(run, steps):
 def test_example_and_train_agree_on_same_batches(tmp_path):
     steps = 20
     words = ["gpt", str(tmp_path / "rung.pt"), str(steps)]
-    done = forked.run("tests/reference_examples.py", words, 2, environment())
+    done = forked.run("tests/support/reference_examples.py", words, 2, environment())
     assert done.returncode == 0, done.stderr
     losses, weights = torch.load(tmp_path / "rung.pt")
     settings = f"--steps {steps} --model.dropout 0 --optimizer.weight_decay 0 --optimizer.betas [0.9,0.999]"
@@ -276,7 +276,7 @@ def test_model_and_pipeline_parallel_equal_whole_model(run):
 def test_ring_allreduce_is_correct_and_bandwidth_optimal(tmp_path, run):
     output = run("python -m examples.ring_allreduce --ranks 3")
     assert output.count("int64: sent 1.") == 3 and output.count("largest difference from dist.all_reduce 0\n") >= 3
-    done = forked.run("tests/reference_examples.py", ["ring", str(tmp_path / "rows")], 0, environment())
+    done = forked.run("tests/support/reference_examples.py", ["ring", str(tmp_path / "rows")], 0, environment())
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert len(rows) == 4 * 9 * 3

@@ -12,8 +12,8 @@ from checkpoint.manifest import validate
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train
+from tests.support import forked
 
 STEPS = 6
 PLAIN = [
@@ -29,7 +29,9 @@ def by_hand(tmp_path_factory):
     results = []
     for processes in (1, 2):
         out_file = tmp_path_factory.mktemp("by_hand") / "weights.pt"
-        done = forked.run("tests/reference_all_reduce.py", [str(out_file), str(STEPS)], processes, environment())
+        done = forked.run(
+            "tests/support/reference_all_reduce.py", [str(out_file), str(STEPS)], processes, environment()
+        )
         assert done.returncode == 0, done.stderr
         results.append((json.loads(done.stdout), torch.load(out_file)))
     return results
@@ -66,7 +68,7 @@ def test_training_equals_hand_written_all_reduce(by_hand, trained):
 @pytest.mark.slow
 def test_tutorial_configs_train(runs):
     recipe = ["--config", "configs/random_tokens.yaml", "--tracking.wandb", "disabled"]
-    done = train(*recipe, "--out_dir", runs, processes=2, pictures=True)
+    done = train(*recipe, "--out_dir", runs, processes=2)
     lines = done.stdout.splitlines()
     logged = [re.fullmatch(r"\[step (\d+) / 50\] loss = (\d+\.\d{4}).*", line) for line in lines]
     logged = [(int(match[1]), float(match[2])) for match in logged if match]

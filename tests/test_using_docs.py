@@ -10,7 +10,7 @@ import pytest
 
 from data.synthetic.stories import STORIES
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
-from tests.story_endings import QUESTIONS, make_questions
+from tests.support.story_endings import QUESTIONS, make_questions
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
 
@@ -70,7 +70,9 @@ def test_commands_of_using_pages_are_found():
 
 
 def test_grammar_accepts_only_the_right_ending():
-    assert QUESTIONS.read_text() == make_questions(), "the grammar has changed: run python -m tests.story_endings"
+    assert QUESTIONS.read_text() == make_questions(), (
+        "the grammar has changed: run python -m tests.support.story_endings"
+    )
     rows = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     assert len(rows) == 100
     for row in rows:

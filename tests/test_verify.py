@@ -20,8 +20,8 @@ from checks import verification
 from checks.short_run import parse_short_run
 from cli import scripts
 from data.synthetic.stories import StoriesDataset
-from tests import forked
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
+from tests.support import forked
 
 CHECKS = [
     "order is a permutation in every epoch",

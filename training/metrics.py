@@ -241,7 +241,7 @@ class MetricsQueue:
             raise NonFiniteError(
                 self._cause(step, losses, loss, grad_norm, num_targets),
                 "; no checkpoint contains this step. To inspect the step: "
-                f"python replay.py {shlex.quote(str(self.run_directory))} {step}",
+                f"python -m tools.replay {shlex.quote(str(self.run_directory))} {step}",
             )
         return result
 

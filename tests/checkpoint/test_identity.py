@@ -44,7 +44,7 @@ def test_code_hash_covers_training_code(tree):
 
 def test_code_hash_excludes_docs_tests_and_plots(tree):
     before = code_hash(tree)
-    for file in ("README.md", "tests/conftest.py", "benchmarks/cpu.py", "plot.py", "compare.py"):
+    for file in ("README.md", "tests/conftest.py", "tools/benchmark/cpu.py", "tools.plot", "tools.compare"):
         (tree / file).write_text("changed")
     (tree / "plotting" / "style.py").write_text("changed")
     (tree / "verify.py").write_text("changed")
@@ -79,7 +79,7 @@ def test_training_sources_include_every_form_of_import(line, tree):
     assert tree / "my_trick.py" in training_sources(tree)
 
 
-@pytest.mark.parametrize("name", ["export.py", "plot.py", "plotting/own.py"])
+@pytest.mark.parametrize("name", ["export.py", "tools.plot", "plotting/own.py"])
 def test_training_sources_exclude_scripts_by_full_path(name, tree):
     """A module of a package may have the name of a script."""
     before = code_hash(tree)
@@ -164,7 +164,7 @@ def test_resume_reports_other_code_in_one_line(code, run):
 @pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
 def test_replay_reports_other_code(code, run):
     under_code(run, code)
-    shown = python(f"python replay.py {run} --audit 1").stdout
+    shown = python(f"python -m tools.replay {run} --audit 1").stdout
     assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
     assert "bitwise identical" in shown
 
@@ -182,7 +182,7 @@ def test_compare_separates_runs_by_code(tree, tmp_path):
     for seed in (0, 1):
         train(*words, "--seed", seed, "--name", f"branch-{seed}", cwd=tree)
     paths = " ".join(str(tmp_path / "runs" / name) for name in ("main-0", "main-1", "branch-0", "branch-1"))
-    shown = python(f"python compare.py {paths} --out null").stdout
+    shown = python(f"python -m tools.compare {paths} --out null").stdout
     codes = [code_hash(), code_hash(tree)]
     assert f"code: {codes[0]} in main-0, main-1; {codes[1]} in branch-0, branch-1" in shown
     recipes = [line for line in shown.splitlines() if line.startswith("code ")]

@@ -8,15 +8,15 @@ from hashlib import sha256
 import pytest
 import yaml
 
-from audit.audit import checkpoint_problem
-from audit.recorded_run import RecordedRun
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
 from run.load import load_run
-from tests import forked
 from tests.conftest import environment, thinned, train
 from tests.data.prepare.test_prepare import content, make, make_documents, write_jsonl
 from tests.data.test_text import TINY
+from tests.support import forked
+from tools.replay.audit import checkpoint_problem
+from tools.replay.recorded_run import RecordedRun
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import torch
 
 from checkpoint.unsaved_state import UnsavedState
 from config.errors import ConfigError
-from tests import forked
 from tests.conftest import ROOT, assert_same_bits, environment, tensors
+from tests.support import forked
 from training.schedule import SCHEDULES
 
 RECIPE = ["--config", str(ROOT / "tests" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
@@ -22,7 +22,7 @@ REFUSED = {
 
 def train(state, out_dir, *arguments, processes=0):
     words = [*RECIPE, "--out_dir", str(out_dir), *map(str, arguments)]
-    return forked.run("tests/stateful_train.py", words, processes, environment(STATE=state), pictures=False)
+    return forked.run("tests/programs/stateful_train.py", words, processes, environment(STATE=state))
 
 
 @pytest.mark.parametrize("state", REFUSED)

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compare import CompareConfig
+from sweep import SweepConfig
 
 import data.prepare.prepare
-from audit.settings import ReplayConfig
 from cli import scripts
-from compare import CompareConfig
 from config.errors import ConfigError
 from config.parser import parse_config
 from evaluate import EvaluateConfig
 from export import ExportConfig
-from jobs.runner import JobRunner
-from plotting.run_plots import save_loss_curve
 from sample import SampleConfig
-from sweep import SweepConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tools.jobs.runner import JobRunner
+from tools.plot.run_plots import save_loss_curve
+from tools.replay.settings import ReplayConfig
 
 RECIPE = ROOT / "tests" / "tiny_random.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(200)]
@@ -67,7 +67,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
-MODULES = {"replay": "audit.replay"}
+MODULES = {"compare": "tools.compare.command", "replay": "tools.replay.replay", "sweep": "tools.sweep.command"}
 
 
 def run_tool(script, kind, *words):

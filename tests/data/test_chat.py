@@ -549,7 +549,7 @@ def test_packed_loss_equals_transformers_per_conversation(folder, settings, pack
 
 
 def settings_for(*arguments):
-    return parse_config(["--config", "tests/tiny_stories.yaml", "--data.source", "text", *map(str, arguments)])
+    return parse_config(["--config", "tests/support/tiny_stories.yaml", "--data.source", "text", *map(str, arguments)])
 
 
 def test_conversations_switch_packing_to_isolated(folder, tmp_path):

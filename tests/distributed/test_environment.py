@@ -14,7 +14,7 @@ from distributed import rendezvous
 from distributed.environment import normalize_environment
 from model import attention
 from tests.conftest import ROOT, TINY_STORIES, environment
-from tests.forked import Launch, free_port, run
+from tests.support.forked import Launch, free_port, run
 from training.prepare_model import missing_compiler
 
 
@@ -176,7 +176,7 @@ def test_importing_train_loads_no_slow_packages():
 
 @pytest.mark.slow
 def test_imports_do_not_initialise_cuda():
-    """Forks of a process that has initialised CUDA cannot use it; notebooks and tests/forked.py fork."""
+    """Forks of a process that has initialised CUDA cannot use it; notebooks and tests/support/forked.py fork."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"
     code += "import train, verify, replay, sample, export, evaluate, checkpoint.storage"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)

@@ -15,7 +15,7 @@ from config.schema import DataConfig, TrainConfig
 from distributed import launch_checks, launch_file
 from distributed.launch import uses_cpu
 from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
-from tests.forked import Launch, free_port
+from tests.support.forked import Launch, free_port
 
 FILES = ROOT / "accelerate_configs"
 CPU, MULTI_GPU, FSDP2, HSDP = (str(FILES / f"{name}.yaml") for name in ("cpu", "multi_gpu", "fsdp2", "hsdp"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, thinned, train
+from tests.support import forked
 
 ONE_STEP = [*TINY_STORIES, *"--steps 2 --micro_batch_size 2 --evaluation.every 0".split()]
 ENDLESS = [*ONE_STEP, "--steps", "1000000"]
@@ -148,7 +148,7 @@ def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     row = ROWS[name]
     named = [] if "--name" in row.words else ["--name", "run"]
     words = [*row.words, "--out_dir", str(runs), *named]
-    done = forked.run("-c", [BEGIN.format(code=row.code), *words], 0, environment(**row.env), pictures=False)
+    done = forked.run("-c", [BEGIN.format(code=row.code), *words], 0, environment(**row.env))
     printed = done.stdout + done.stderr
     assert done.returncode == row.exit_code, printed
     assert all(words in printed for words in row.expected), printed
@@ -174,9 +174,9 @@ def foreign(tmp_path_factory):
     "words",
     [
         ["sample.py", "RUN", "--max_new_tokens", "3"],
-        ["replay.py", "RUN", "--audit", "1"],
+        ["tools.replay", "RUN", "--audit", "1"],
         ["evaluate.py", "RUN"],
-        ["compare.py", "RUN", "--out", "PLACE/compare"],
+        ["tools.compare", "RUN", "--out", "PLACE/compare"],
         ["export.py", "RUN", "PLACE/Müll"],
     ],
     ids=lambda words: words[0],
@@ -198,8 +198,8 @@ def test_control_characters_in_names_are_escaped(foreign, tmp_path):
     for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\u202eback", "\x9b2J"):
         shutil.copytree(foreign, tmp_path / name)
     (tmp_path / "\x1b[2Jnone").mkdir()
-    words = ["compare.py", *map(str, tmp_path.iterdir()), "--out", "null"]
-    done = forked.run("compare.py", words[1:], 0, environment())
+    words = ["tools.compare", *map(str, tmp_path.iterdir()), "--out", "null"]
+    done = forked.run("tools.compare", words[1:], 0, environment())
     assert done.returncode == 0, done.stderr
     printed = (done.stdout + done.stderr).replace("\n", "")
     assert (

@@ -10,7 +10,6 @@ import torch
 from checkpoint.unshard import whole_tensors
 from distributed.state_hash import digest_tensors
 from run.load import find_checkpoint
-from tests import forked
 from tests.conftest import (
     ROOT,
     TINY_STORIES,
@@ -22,6 +21,7 @@ from tests.conftest import (
     train_command,
     what_is_started,
 )
+from tests.support import forked
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
 STEPS = 8
@@ -71,7 +71,9 @@ def launched(kind, processes, out_dir, in_forks=False):
     """Train under the real launcher, as a program or as a fork; each process prints how much state it holds."""
     words = [*RUN, "--out_dir", out_dir]
     launch_file = LAUNCH_FILES / f"{kind}.yaml"
-    command = train_command(*words, processes=processes, launch_file=launch_file, script="tests/faulty_train.py")
+    command = train_command(
+        *words, processes=processes, launch_file=launch_file, script="tests/programs/faulty_train.py"
+    )
     command[command.index("--max_restarts") : command.index("--max_restarts")] = ["--mixed_precision", "no"]
     env = environment(FAULTS="weigh:all:3")
     if in_forks:

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from checkpoint.manifest import newest_valid
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
+from tests.support import forked
 
 STEPS = 60
 ENDLESS = ["--steps", "1000000"]  # no test depends on how far a run has come when a signal reaches it
@@ -49,8 +49,8 @@ def start(words, processes, run, steps=5, **env):
 
 
 def start_launcher(arguments, run, faults, max_restarts=0, **env):
-    """Return a real launcher of two processes after five logged steps; see tests/faulty_train.py for `faults`."""
-    command = train_command(*arguments, processes=2, max_restarts=max_restarts, script="tests/faulty_train.py")
+    """Return a real launcher of two processes after five logged steps; `faults`: see tests/programs/faulty_train.py."""
+    command = train_command(*arguments, processes=2, max_restarts=max_restarts, script="tests/programs/faulty_train.py")
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -190,7 +190,7 @@ def test_launcher_restarts_killed_process_and_forwards_signal(runs):
     """
     run = runs / "run"
     arguments = [*LONG, "--checkpoint.every", 5, "--out_dir", runs, "--name", "run"]
-    _, *words = train_command(*arguments, processes=2, max_restarts=3, script="tests/faulty_train.py")
+    _, *words = train_command(*arguments, processes=2, max_restarts=3, script="tests/programs/faulty_train.py")
     faults = "await_signal:1:15 await_signal:1:30"  # in the first start and after the restart
     launch = start(words, 0, run, steps=10, PET_SIGNALS_TO_HANDLE=SIGNALS, FAULTS=faults)
     (process,) = launch.processes
@@ -278,9 +278,9 @@ def short(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "processes"),
     [
-        (["replay.py", "RUN", "5"], 0),  # its first training has one step only
-        (["replay.py", "RUN", "--audit", "9"], 2),
-        (["train.py", "--plan", *TINY_STORIES], 0),
+        (["tools.replay", "RUN", "5"], 0),  # its first training has one step only
+        (["tools.replay", "RUN", "--audit", "9"], 2),
+        (["tools.plan", *TINY_STORIES], 0),
         (["verify.py", *TINY_STORIES, "--out_dir", "RUN/verified"], 2),
     ],
     ids=["replay", "audit", "plan", "verify"],

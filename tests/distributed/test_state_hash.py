@@ -14,8 +14,8 @@ from checkpoint.manifest import read_manifest
 from config.errors import ConfigError, RunError
 from distributed.cpu import prepare_exact
 from distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digest_tensors, state_digest
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
+from tests.support import forked
 
 TENSORS = {
     "matrix": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -108,14 +108,14 @@ def test_exact_runs_have_golden_digests(tmp_path):
     golden = yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())
     if golden["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"the digests are those of torch {golden['torch']}")
-    assert yaml.safe_load(python(f"python -m tests.golden {tmp_path}").stdout) == golden["runs"]
+    assert yaml.safe_load(python(f"python -m tests.support.golden {tmp_path}").stdout) == golden["runs"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC-Milan"])
 @pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
 def test_exact_runs_have_golden_digests_in_qemu(processor, tmp_path):
-    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.golden", tmp_path]
+    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.support.golden", tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())["runs"]

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train_command
+from tests.support import forked
 
 STEPS = 8
 # The steps between 4 and 8 log nothing: tests/fake_cuda/recorded_train.py records them.
@@ -51,13 +51,13 @@ def fake_gpus(count: int, **more: str) -> dict[str, str]:
 def train_on_gpus(
     launch_file: str, processes: int, *arguments, out_dir: Path, precision: str = "no", exit_code: int = 0
 ) -> Trained:
-    """Train by `accelerate launch --config_file accelerate_configs/LAUNCH_FILE.yaml`, in forks (tests/forked.py)."""
+    """Train by `accelerate launch --config_file accelerate_configs/LAUNCH_FILE.yaml`, in forks."""
     out_dir.mkdir(parents=True, exist_ok=True)
     words = [*TINY_STORIES, *SETTINGS, *arguments, "--out_dir", out_dir]
     script, file = "tests/fake_cuda/recorded_train.py", ROOT / "accelerate_configs" / f"{launch_file}.yaml"
     command = train_command(*words, processes=processes, launch_file=file, script=script)
     command[command.index(script) : command.index(script)] = ["--mixed_precision", precision]
-    done = forked.run(command[1], command[2:], 0, fake_gpus(processes, EVENTS=str(out_dir / "events")), pictures=False)
+    done = forked.run(command[1], command[2:], 0, fake_gpus(processes, EVENTS=str(out_dir / "events")))
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     events: dict[tuple[str, str, str], int] = {}
     for file in out_dir.glob("events.*.json"):

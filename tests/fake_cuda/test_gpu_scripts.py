@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
 from tests.fake_cuda.test_gpu_training import assert_same_training, assert_steady, train_on_cpu
+from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 EIGHT = ["--global_batch_size", 8]
@@ -118,8 +118,8 @@ def test_export_equals_cpu(run, tmp_path):
 
 
 def test_replay_reproduces_step_and_audit(run):
-    assert "reproduced" in outcome("replay.py", run, 6)
-    outcome("replay.py", run, "--audit", 1)
+    assert "reproduced" in outcome("tools.replay", run, 6)
+    outcome("tools.replay", run, "--audit", 1)
 
 
 def programs(gpus: int) -> dict[str, str]:
@@ -137,7 +137,7 @@ def test_launched_programs_train(tmp_path):
 def test_experiment_gives_each_run_a_gpu(tmp_path):
     words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "2", "--json", "true"]
     words += ["--lab", str(tmp_path)]
-    command = [sys.executable, "experiment.py", *words]
+    command = [sys.executable, "tools.experiment", *words]
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["verdict"] != "failed"

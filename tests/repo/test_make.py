@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from experiments import change
 from tests.conftest import ROOT
-from tests.fork_trial import TrialError, check_defaults, compare_defaults, compare_rows, find_base
+from tests.support.fork_trial import TrialError, check_defaults, compare_defaults, compare_rows, find_base
+from tools.experiment import change
 
 
 def make(target, directory, **options):
@@ -87,7 +87,7 @@ def test_verify_hides_launchers_traceback(tmp_path):
 
 @pytest.mark.slow
 def test_trial_ends_with_one_message():
-    command = [sys.executable, "-m", "tests.fork_trial", "--model.mlp", "no_such_mlp"]
+    command = [sys.executable, "-m", "tests.support.fork_trial", "--model.mlp", "no_such_mlp"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     [message] = done.stderr.strip().splitlines()
     assert done.returncode == 1 and message.startswith("fork_trial: train.py: error: model.mlp: no_such_mlp")

@@ -66,7 +66,7 @@ def test_command_of_first_pages(command, out_dir):
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
-    if "replay.py" in command:
+    if "tools.replay" in command:
         assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "replay must be launched like the run"
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
@@ -118,7 +118,7 @@ def test_auxiliary_loss_of_forking_page():
 
 def test_commands_of_first_pages_are_found():
     assert ["make train", "make verify", "make test"] == COMMANDS[:3] and len(COMMANDS) >= 12
-    assert COMMANDS[-1].endswith("replay.py runs/stories 420")
+    assert COMMANDS[-1].endswith("tools.replay runs/stories 420")
 
 
 def anchors(file):

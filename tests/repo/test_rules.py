@@ -1,4 +1,4 @@
-"""The rules of this repository: lint, layers and sizes. A fork can leave them out, see the Makefile."""
+"""The rules of this repository: lint, imports and sizes. A fork can leave them out, see the Makefile."""
 
 import ast
 import io
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from pathlib import Path
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -22,37 +22,52 @@ def test_ruff(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# The layers of the repository, lowest first: a package imports only from lower layers and from itself.
-LAYERS = [
-    *(["model"], ["config"], ["distributed"], ["cli"], ["data"], ["training"], ["checkpoint"], ["run"], ["plotting"]),
-    *(["sample.py", "evaluate.py", "export.py"], ["train.py"], ["jobs"], ["audit", "checks", "scaling"]),
-    *(["experiments"], ["chain"], ["comparison"]),
-    *(["plot.py", "compare.py", "replay.py", "verify.py"], ["sweep.py", "scale.py", "experiment.py", "research.py"]),
-]
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+# Everything outside these folders trains without them.
+OPTIONAL = {"tools", "benchmarks", "examples", "docs", "tests"}
+PARTS = sorted({path.name for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")})
+CORE = [part for part in PARTS if part not in OPTIONAL]
+
+
+def modules(part):
+    return sorted((ROOT / part).rglob("*.py")) if (ROOT / part).is_dir() else [ROOT / part]
+
+
+def imported_modules(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def imported_packages(part):
-    for file in (ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                yield node.module.split(".")[0]
-            elif isinstance(node, ast.Import):
-                yield from (alias.name.split(".")[0] for alias in node.names)
+    return {name.split(".")[0] for file in modules(part) for name in imported_modules(file)}
 
 
-def test_every_package_has_a_layer():
-    parts = {path.name for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert parts == LAYER_OF.keys()
-
-
-@pytest.mark.parametrize("part", LAYER_OF)
-def test_imports_go_downward(part):
-    names = {Path(other).stem: other for other in LAYER_OF}
-    imported = {names[name] for name in set(imported_packages(part)) - {Path(part).stem} if name in names}
-    assert not [other for other in imported if LAYER_OF[other] >= LAYER_OF[part]]
+@pytest.mark.parametrize("part", CORE)
+def test_core_imports_no_tools(part):
+    assert not imported_packages(part) & (OPTIONAL | {"pytest"})
     if part in ("model", "config", "data"):
         assert "accelerate" not in imported_packages(part)
+
+
+def test_imports_have_no_circle():
+    """Neither between packages, nor between the modules and packages of tools/."""
+    names = {part.removesuffix(".py"): imported_packages(part) - {part} for part in CORE}
+    names |= {
+        f"tools.{path.stem}": {
+            ".".join(name.split(".")[:2])
+            for file in modules(path.relative_to(ROOT))
+            for name in imported_modules(file)
+            if name.startswith("tools.")
+        }
+        - {f"tools.{path.stem}"}
+        for path in (ROOT / "tools").iterdir()
+        if not path.name.startswith("__")
+    }
+    graph = {name: others & names.keys() for name, others in names.items()}
+    assert len(graph) > 15 and any(graph.values())
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def code_lines(text):
@@ -74,7 +89,7 @@ def code_sizes(*parts):
 
 
 def test_files_and_scripts_stay_small():
-    sizes = code_sizes(*LAYER_OF)
+    sizes = code_sizes(*CORE, "tools")
     assert len(sizes) > 50
     assert not {file: lines for file, lines in sizes.items() if lines > 350}
     scripts = {str(file.relative_to(ROOT)) for file in ROOT.glob("*.py") if "__main__" in file.read_text()}

@@ -22,15 +22,15 @@ from config.resolve import replace_settings
 from config.schema import TrainConfig, flat_settings
 from data.corpus import load_corpus
 from data.files import sha256
-from plotting.run_plots import save_loss_curve
 from run import resume
 from run.directory import RunDirectory
 from run.lock import LOCK_FILE, RunLock, is_locked
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train
+from tests.support import forked
+from tools.plot.run_plots import save_loss_curve
 from training.schedule import SCHEDULES
 
 STEPS = 4
@@ -431,7 +431,7 @@ def test_resume_reports_changed_threads_and_processes(exact, runs):
 
 def test_plots_false_draws_no_figure(run):
     (run / "loss.png").unlink(missing_ok=True)
-    train(*RECIPE, "--out_dir", run.parent, "--tracking.plots", "false", pictures=True)
+    train(*RECIPE, "--out_dir", run.parent, "--tracking.plots", "false")
     assert not (run / "loss.png").exists()
 
 
@@ -440,7 +440,7 @@ def test_damaged_metrics_rows_are_skipped(run):
     rows = file.read_bytes()
     file.write_bytes(b'{"train/loss": 1.0}\n[1]\nnull\n\xff\n{"step": "3"}\n' + rows + b'{"step": 4, "train/lo')
     (run / "loss.png").unlink(missing_ok=True)
-    done = train(*RECIPE, "--out_dir", run.parent, pictures=True)
+    done = train(*RECIPE, "--out_dir", run.parent)
     assert "Training finished." in done.stdout and (run / "loss.png").exists()
     assert file.read_bytes() == rows
     file.unlink()
@@ -449,7 +449,9 @@ def test_damaged_metrics_rows_are_skipped(run):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
-@pytest.mark.parametrize("command", ["replay.py RUN --audit 1", "replay.py RUN 2", "compare.py RUN", "train.py"])
+@pytest.mark.parametrize(
+    "command", ["tools.replay RUN --audit 1", "tools.replay RUN 2", "tools.compare RUN", "train.py"]
+)
 def test_unreadable_run_file_is_one_message(command, name, run):
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
@@ -591,7 +593,7 @@ FULL_STDOUT = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY),
 
 
 @pytest.mark.parametrize(
-    ("words", "exit_code"), [("compare.py RUNS/run --out null", 1), ("train.py --print_config", 1), ("train.py", 0)]
+    ("words", "exit_code"), [("tools.compare RUNS/run --out null", 1), ("train.py --print_config", 1), ("train.py", 0)]
 )
 def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
     (runs / "run").mkdir(parents=True)

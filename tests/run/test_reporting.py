@@ -15,9 +15,9 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from run.directory import RunDirectory
 from run.reporting import Reporter
-from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
-from tests.reporting_train import HELP, Z_LOSS
+from tests.programs.reporting_train import HELP, Z_LOSS
+from tests.support import forked
 
 STEPS = 2
 ALONE = SimpleNamespace(
@@ -36,7 +36,7 @@ def reported(tmp_path_factory):
         words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
         words += ["--evaluation.num_scored_generations", "3"]
         arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
-        done = forked.run("tests/reporting_train.py", arguments, processes, environment())
+        done = forked.run("tests/programs/reporting_train.py", arguments, processes, environment())
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     return outputs, [metrics(out_dir / str(processes)) for processes in (1, 2)], out_dir / "2"

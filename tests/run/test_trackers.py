@@ -33,13 +33,13 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from distributed.signals import Preempted
 from export import export_newest
-from plotting.run_plots import save_loss_curve
-from plotting.style import style_loss_axes
 from run import trackers
 from run.directory import RunDirectory
 from run.reporting import Reporter
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train, train_command
+from tests.support import forked
+from tools.plot.run_plots import save_loss_curve
+from tools.plot.style import style_loss_axes
 
 STEPS = 4
 SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4".split()]
@@ -208,7 +208,7 @@ def test_nonfinite_loss_raises_wandb_alert(runs):
     (alert,) = select_records(wandb_files(runs / "run"), "alert")
     assert (alert.level, alert.title) == ("ERROR", "run: the loss is not finite")
     assert alert.text.startswith("step 3: loss = nan") and alert.text in failed.stderr
-    assert alert.text.endswith(f"python replay.py {runs / 'run'} 3"), "names the command that replays the step"
+    assert alert.text.endswith(f"python -m tools.replay {runs / 'run'} 3"), "names the command that replays the step"
     assert not [a for a in select_records(wandb_files(runs / "run"), "artifact") if a.type == "model"]
 
 
@@ -416,11 +416,15 @@ def test_plot_redraws_loss_curve_and_names_missing_run(tmp_path):
         '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/entropy": 1.0}\n'
     )
     assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
-    for arguments, code, expected_error in (("nowhere", 2, "nowhere"), ("", 2, "plot.py: error: "), ("--help", 0, "")):
-        command = [*train_command()[:1], "plot.py", *arguments.split()]
+    for arguments, code, expected_error in (
+        ("nowhere", 2, "nowhere"),
+        ("", 2, "tools.plot: error: "),
+        ("--help", 0, ""),
+    ):
+        command = [*train_command()[:1], "tools.plot", *arguments.split()]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and expected_error in done.stderr and "Traceback" not in done.stderr
-        assert ("usage: plot.py" in done.stdout) == (code == 0)
+        assert ("usage: tools.plot" in done.stdout) == (code == 0)
 
 
 @pytest.mark.parametrize(

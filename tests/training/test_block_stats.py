@@ -9,8 +9,8 @@ from matplotlib.image import imread
 from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
-from plotting.run_plots import save_block_stats
 from tests.conftest import TINY_STORIES, metrics, tensors, train
+from tools.plot.run_plots import save_block_stats
 from training.block_stats import BlockStatistics
 
 SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
@@ -20,7 +20,7 @@ SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 
 def run(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("layers")
     for name in ("true", "false"):
-        train(*SHORT, "--tracking.block_stats", name, "--name", name, "--out_dir", out_dir, processes=2, pictures=True)
+        train(*SHORT, "--tracking.block_stats", name, "--name", name, "--out_dir", out_dir, processes=2)
     return out_dir / "true"
 
 

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
-from tests.forked import server
+from tests.support import forked
+from tests.support.forked import server
 from training.gradients import backward, complete_gradients, first_backward, normalize_and_clip
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
@@ -121,7 +121,7 @@ def test_sparse_and_frozen_model_trains_on_any_processes(runs):
     words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
     for processes in (0, 2):
         own = ["--out_dir", str(runs), "--name", str(processes)]
-        done = forked.run("tests/sparse_train.py", [*words, *own], processes, environment())
+        done = forked.run("tests/programs/sparse_train.py", [*words, *own], processes, environment())
         assert done.returncode == 0, done.stdout + done.stderr
     alone, together = metrics(runs / "0"), metrics(runs / "2")
     for one, other in zip(alone, together, strict=True):

@@ -31,7 +31,7 @@ def test_nan_loss_names_process_and_samples(monkeypatch):
     dispatched(metrics, 1.0, math.nan, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match=r"of process\(es\) \[1\] with the training samples \[6, 7\]") as stopped:
         metrics.read(wait=True)
-    assert str(stopped.value).endswith("python replay.py 'my runs/a' 1"), "quoted for a shell"
+    assert str(stopped.value).endswith("python -m tools.replay 'my runs/a' 1"), "quoted for a shell"
 
 
 def test_batch_without_targets_is_reported():

@@ -15,7 +15,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.kernels import Linear
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from tests.forked import server
+from tests.support.forked import server
 from training import optimizer as optimizer_module
 from training.optimizer import POLAR_EXPRESS, build_optimizer, orthogonalize
 

@@ -19,7 +19,16 @@ from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.prepare_model import missing_compiler, prepare_network
 from training.schedule import SCHEDULES
 
-TINY = ["--config", "tests/tiny_stories.yaml", "--steps", "6", "--evaluation.every", "0", "--tracking.log_every", "1"]
+TINY = [
+    "--config",
+    "tests/support/tiny_stories.yaml",
+    "--steps",
+    "6",
+    "--evaluation.every",
+    "0",
+    "--tracking.log_every",
+    "1",
+]
 
 
 @pytest.mark.parametrize(("setting", "chunked"), [(None, True), (True, True), (False, False)])

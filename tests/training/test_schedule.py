@@ -9,8 +9,8 @@ import torch
 from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests import forked
 from tests.conftest import TINY_STORIES, environment, metrics, train
+from tests.support import forked
 from training.optimizer import apply_schedules, build_optimizer
 from training.schedule import SCHEDULES, lr_scale, scheduled_value
 
@@ -97,11 +97,12 @@ from training.schedule import SCHEDULES
 SCHEDULES |= {"dropout": lambda rate, config, step: rate * (1 + step % 2)}
 SCHEDULES |= {"grad_clip": lambda norm, config, step: norm / (1 + step)}
 from cli import scripts
-from audit.settings import ReplayConfig
+from tools.replay.settings import ReplayConfig
 from checks.short_run import parse_short_run
 script = sys.argv.pop(1)
 settings = {"replay": ReplayConfig, "verify": parse_short_run}.get(script)
-scripts.run_and_exit(script, settings, module={"replay": "audit.replay", "verify": "checks.verification"}.get(script))
+modules = {"replay": "tools.replay.replay", "verify": "checks.verification"}
+scripts.run_and_exit(script, settings, module=modules.get(script))
 """
 
 

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from config.errors import RunError
 from run import corpus_check
 from run.corpus_check import CorpusCheck
-from tests import forked
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from tests.distributed.test_signals import WAIT_SECONDS, children, start, status
+from tests.support import forked
 
 LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]
 IN_A_FORK = """

@@ -21,8 +21,8 @@ from config.errors import ConfigError
 from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
 from data.prepare.sources import Source, find_files
 from data.tokenizer import load_tokenizer, save_tokenizer
-from tests import forked
 from tests.conftest import ROOT, environment
+from tests.support import forked
 
 END = 256  # the end-of-text token of the byte tokenizer
 WORDS = "the a cat's dog’s 猫 食べる zoë 12345 3.14 x=y; \n\n \t  don't über 😀👍🏽 Ωμέγα { } // \r\n é́".split(" ")

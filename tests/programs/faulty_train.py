@@ -1,0 +1,115 @@
+"""train.py with faults: FAULTS="kill:1:3 hang:0:5" kills process 1 in step 3 of the first start, and stops process 0 in
+step 5 of the second, which an elastic launcher makes after the first has failed. Started like train.py."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import train
+from checkpoint import saver
+from cli import scripts
+from distributed.sharding import is_sharded
+from distributed.signals import StopSignal
+
+FAULTS = os.environ["FAULTS"].split()
+RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+KIND, RANK, STEP = FAULTS[RESTART].split(":") if RESTART < len(FAULTS) else ("none", "0", "0")
+FAULTY_STEPS = {int(step) for step in STEP.split(",")}  # counted from 1, as in metrics.jsonl
+MINE = RANK in ("all", os.environ.get("RANK", "0"))
+
+
+class Model(train.GPTModel):
+    """Multiplies its loss by NaN in the faulty steps."""
+
+    step = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        Model.instance = self
+
+    def forward(self, *arguments, **named):
+        logits, loss, *sums = super().forward(*arguments, **named)
+        if KIND == "nan" and MINE and self.training and Model.step in FAULTY_STEPS:
+            loss = loss * float("nan")
+        return logits, loss, *sums
+
+
+def local_part(tensor):
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def faulty_step(state, step, *arguments):
+    Model.step = step + 1
+    if MINE and Model.step in FAULTY_STEPS:
+        inject_fault(state.optimizer)
+    train_step(state, step, *arguments)
+
+
+def inject_fault(optimizer):
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while KIND == "await_signal" and not StopSignal.received:
+        time.sleep(0.01)
+    if KIND in ("flip", "flip_and_stop"):
+        with torch.no_grad():
+            local_part(Model.instance.blocks[1].mlp.down_proj.weight).view(torch.int32)[3, 5] ^= 1 << 20
+    if KIND == "flip_and_stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if KIND == "weigh":
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
+        held = [sum(local_part(x).numel() for x in group) for group in (Model.instance.parameters(), moments)]
+        print(f"process {os.environ['RANK']} holds {held[0]} weights and {held[1]} moments")
+    if KIND == "free":
+        Path(os.environ["BALLAST"]).unlink()
+    if KIND == "fill":  # to the last byte, and free it again at the next faulty step
+        if Path(os.environ["BALLAST"]).exists():
+            Path(os.environ["BALLAST"]).unlink()
+        else:
+            fill(os.environ["BALLAST"])
+    if KIND == "gone":
+        os.rename(os.environ["RUN"], os.environ["RUN"] + "-deleted")  # at once: a save may be writing into it
+        shutil.rmtree(os.environ["RUN"] + "-deleted", ignore_errors=True)
+
+
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def dying(original):
+    """A function of a save during which the process dies."""
+
+    def call(*arguments):
+        if MINE and Model.step in FAULTY_STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments)
+
+    return call
+
+
+train_step, train.train_step = train.train_step, faulty_step
+train.GPTModel = Model
+if KIND == "kill_after_shards":
+    saver.sha256 = dying(saver.sha256)
+if KIND == "kill_before_rename":
+    saver.os.rename = dying(os.rename)
+if KIND == "late":  # a corpus so large that training starts before it is verified
+    train.CorpusCheck.wait_briefly = lambda check: check.verification.describe(done=False)
+if os.environ.get("LIE_ABOUT_FREE_SPACE"):
+    shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
+
+if __name__ == "__main__":
+    scripts.run_and_exit("train")

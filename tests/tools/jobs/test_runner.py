@@ -1,0 +1,290 @@
+"""JobRunner: which process trains a run, its cores or GPU, how it ends, and what a signal does."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from config.errors import RunError
+from run.reader import RunReader
+from tests.conftest import ROOT
+from tools.jobs import runner
+from tools.jobs.runner import Failed, JobRunner, Stopped, Training
+
+# Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
+# and ends as its argument names. It stops on SIGTERM.
+FAKE = """
+import fcntl, json, os, signal, sys, time
+run, how, starts = sys.argv[1:]
+os.makedirs(run, exist_ok=True)
+lock = open(run + "/.lock", "w")
+def note(what):
+    with open(os.path.dirname(run) + "/notes", "a") as file:
+        print(json.dumps([what, os.path.basename(run), os.environ.get("OMP_NUM_THREADS"),
+            os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()]), file=file)
+def end(state, code, reason=""):
+    with open(run + "/status.json", "w") as file:
+        json.dump({"state": state, "step": 4, "reason": reason}, file)
+    note("end")
+    os._exit(code)
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print(f"train.py: error: {run} is in use: another training is running in it; choose another name")
+    os._exit(2)
+signal.signal(signal.SIGTERM, lambda *_: end("preempted", 75))
+note("start")
+deadline = time.monotonic() + 60
+while open(os.path.dirname(run) + "/notes").read().count('["start"') < int(starts) and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
+if how == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "prints nothing":
+    os._exit(1)
+if how == "is refused":
+    print("train.py: error: optimizer.lr: x must be a non-negative number")
+    os._exit(2)
+ends = {"fails": ("failed", 1, "RunError: the loss is nan")}
+ends["fills the disk"] = "failed", 1, "OSError: [Errno 28] No space left on device"
+ends["reaches the file size limit"] = "failed", 1, "OSError: [Errno 27] File too large"
+ends["exceeds the quota"] = "failed", 1, "SafetensorError: I/O error: Disk quota exceeded (os error 122)"
+ends["lacks room for a save"] = "failed", 1, "SaveError: 33.00 MB are needed, but 1.00 MB are free"
+ends["fails under a launcher"] = "preempted", 1
+ends["is killed under a launcher"] = "running", 1
+ends["loses a process"] = "failed", 1, "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+end(*ends.get(how, ("finished", 0)))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that makes a Training by name and outcome; its `notes` reads the file shared by all runs.
+
+    A training ends only after `starts` trainings have started.
+    """
+    (tmp_path / "fake.py").write_text(FAKE)
+
+    def training(name, how="at once", starts=1, **others):
+        command = (sys.executable, "-S", str(tmp_path / "fake.py"), str(tmp_path / "runs" / name), how, str(starts))
+        return Training(tmp_path / "runs" / name, 4, command, **others)
+
+    (tmp_path / "runs").mkdir()
+    training.notes = lambda: [json.loads(line) for line in (tmp_path / "runs" / "notes").read_text().splitlines()]
+    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
+    yield training
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_train_divides_cores_and_gpus(run, monkeypatch):
+    monkeypatch.setattr(runner, "available_cores", lambda: 6)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    JobRunner(max_running=3).train([run(f"run-{number}", "for a moment", starts=3) for number in range(5)])
+    notes, at_once, most = run.notes(), 0, 0
+    for what, *_ in notes:
+        at_once += 1 if what == "start" else -1
+        most = max(most, at_once)
+    assert most == 3 and len(notes) == 10
+    assert {threads for _, _, threads, *_ in notes} == {"2"}
+    assert [gpu for what, _, _, gpu, _ in sorted(notes, key=lambda note: note[1]) if what == "start"][:3] == [
+        "3",
+        "5",
+        "3",
+    ]
+
+
+def test_train_keeps_thread_count_of_the_user(run, monkeypatch):
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "5"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    JobRunner(max_running=1).train([run("one")])
+    JobRunner(max_running=2).train([run("two")])
+    monkeypatch.setattr(runner, "available_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    JobRunner(max_running=3).train([run("three")])
+    JobRunner(max_running=3).train([run("four"), run("five")])
+    starts = [note[2:4] for note in sorted(run.notes(), key=lambda note: note[1]) if note[0] == "start"]
+    assert starts[2:] == [["7", None], [None, "3"], ["7", "3"]] and {threads for threads, _ in starts[:2]} == {"3"}
+
+
+def test_train_skips_finished_runs_unless_restarted(run):
+    for _ in range(2):
+        JobRunner(1).train([run("one"), run("one")])
+    assert len(run.notes()) == 2
+    JobRunner(1).train([run("one", restart=True)])
+    assert len(run.notes()) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fails", "RunError: the loss is nan"),
+        ("is refused", "optimizer.lr: x must be a non-negative number"),
+        ("dies", "ended by SIGKILL; out of memory?"),
+    ],
+)
+def test_train_failed_run_stops_the_others(how, message, run):
+    with pytest.raises(Failed) as failed:
+        JobRunner(2).train([run("slow", "slowly"), run("bad", how, starts=2), run("later")])
+    assert str(failed.value) == message and failed.value.training.directory.name == "bad"
+    assert json.loads((run("slow").directory / "status.json").read_text())["state"] == "preempted"
+    assert not run("later").directory.exists()
+    JobRunner(2).train([run("slow"), run("bad"), run("later")])
+
+
+def test_train_without_until_failure_continues(run):
+    found = JobRunner(2)
+    found.train([run("bad", "fails"), run("signalled", "fails under a launcher"), run("good")], until_failure=False)
+    assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == {
+        "bad": "failed",
+        "signalled": "stopped",
+        "good": "finished",
+    }
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fills the disk", "No space left on device"),
+        ("reaches the file size limit", "File too large"),
+        ("exceeds the quota", "Disk quota exceeded"),
+        ("lacks room for a save", "MB are free"),
+    ],
+)
+def test_train_full_disk_raises_run_error(how, message, run):
+    with pytest.raises(RunError, match=f"{message}.*; free some space"):
+        JobRunner(1).train([run("one", how)])
+
+
+def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
+    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(RunError, match="No space left on device; free some space"):
+        JobRunner(1).train([run("one", "prints nothing")])
+
+
+@pytest.mark.parametrize(
+    ("how", "message", "killed"),
+    [
+        ("dies", "SIGKILL", True),
+        ("is killed under a launcher", "as if killed; out of memory", True),
+        ("loses a process", "Connection closed by peer", True),
+        ("fails", "nan", False),
+    ],
+)
+def test_train_killed_run_fails_as_killed(how, message, killed, run):
+    """A launcher returns an exit code of its own, but a killed run could not change its status."""
+    with pytest.raises(Failed, match=message) as failed:
+        JobRunner(1).train([run("one", how)])
+    assert failed.value.killed is killed
+
+
+def test_failure_message_ignores_status_of_earlier_start(run):
+    with pytest.raises(Failed):
+        JobRunner(1).train([run("one", "fails")])
+    os.utime(run("one").directory / "status.json", (1e9, 1e9))
+    with pytest.raises(Failed, match="optimizer.lr: x"):
+        JobRunner(1).train([run("one", "is refused")])
+
+
+def test_train_waits_for_locked_run_then_trains_it(run):
+    directory = run("theirs").directory
+    directory.mkdir()
+    held = open(directory / ".lock", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    started = []
+
+    def die():
+        while not run("ours").is_finished():
+            time.sleep(0.02)
+        time.sleep(0.5)
+        started.append(run("theirs").output.exists())
+        held.close()
+
+    other = threading.Thread(target=die, daemon=True)
+    other.start()
+    JobRunner(1).train([run("theirs"), run("ours")])
+    other.join()
+    assert started == [False], "the run was started while it was locked"
+    assert [name for what, name, *_ in run.notes() if what == "start"] == ["ours", "theirs"]
+
+
+def test_train_waits_after_losing_the_lock(run, monkeypatch):
+    """Another machine takes the lock between the check and the start."""
+    directory = run("theirs").directory
+    directory.mkdir()
+    held = open(directory / ".lock", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    looks = []
+
+    def is_locked(reader):
+        looks.append(reader)
+        if len(looks) > 2:
+            held.close()
+        return False
+
+    monkeypatch.setattr(RunReader, "is_locked", is_locked)
+    JobRunner(1).train([run("theirs")])
+    assert run("theirs").is_finished() and len(looks) > 2
+
+
+@pytest.mark.slow
+def test_concurrent_commands_divide_the_runs(run, tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from tools.jobs.runner import Training, JobRunner
+        runs = [Path({str(tmp_path / "runs")!r}, f"run-{{number}}") for number in range(6)]
+        fake = ({sys.executable!r}, "-S", {str(tmp_path / "fake.py")!r})
+        JobRunner(1).train([Training(path, 4, (*fake, str(path), "for a moment", "1")) for path in runs])
+    """
+    both = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(2)]
+    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    starts = [(name, pid) for what, name, *_, pid in run.notes() if what == "start"]
+    assert sorted(name for name, _ in starts) == [f"run-{number}" for number in range(6)], "each was trained once"
+
+
+def test_checkpoints_of_finished_runs_are_deleted(run):
+    runs = [run("kept"), run("deleted", keep_checkpoints=False), run("unfinished", "fails", keep_checkpoints=False)]
+    for training in runs:
+        (training.directory / "checkpoints" / "step-00000004").mkdir(parents=True)
+    JobRunner(1).train(runs, until_failure=False)
+    assert [(training.directory / "checkpoints").exists() for training in runs] == [True, False, True]
+
+
+def test_signal_stops_all_runs(run):
+    found = JobRunner(2)
+
+    def send():
+        while len(run.notes() if (run("one").directory.parent / "notes").exists() else ()) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    with pytest.raises(Stopped):
+        found.train([run("one", "slowly"), run("two", "slowly"), run("three")])
+    sender.join()
+    assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == dict.fromkeys(
+        ("one", "two"), "stopped"
+    )
+    with pytest.raises(Stopped):
+        found.raise_if_stopped()
+
+
+def test_visible_gpus_reads_the_environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-abc")
+    assert runner.visible_gpus() == ["1", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert runner.visible_gpus() == []

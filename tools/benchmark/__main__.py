@@ -1,0 +1,68 @@
+"""Measure speed and memory, and update the tables of docs/performance.md: python -m tools.benchmark CASE.
+
+`make bench` measures every case of the page except the GPU's (time_to_loss if --text is given), in about an hour on 2
+cores; nothing else should run on the machine. benchmarks/results/CASE.json is written after each group of figures, with
+the value of every round.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tools.benchmark import tables
+from tools.benchmark.runner import run_interleaved
+
+CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
+# The module of each case, in which a function of the same name yields groups.
+CASES = dict.fromkeys(CPU_CASES, "tools.benchmark.cpu") | {"gpu": "tools.benchmark.gpu"}
+STARTED = time.monotonic()
+
+
+def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
+    """Measure the groups of a case; write the result after each group unless --quick."""
+    figures, left_out = {}, []
+    for group in getattr(importlib.import_module(CASES[name]), name)(options):
+        if time.monotonic() - STARTED > options.budget_seconds:
+            left_out.append(group.name)
+            print(f"{group.name}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
+        else:
+            print(f"{group.name}:", file=sys.stderr, flush=True)
+            figures[group.name] = run_interleaved(group, options.rounds)
+        if not options.quick:
+            tables.write_result(name, figures, left_out)
+    return figures
+
+
+def main() -> int:
+    """Parse the command line, measure and print; return 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--text", type=Path, help="a text file; the published figures are of tinyshakespeare")
+    parser.add_argument("--quick", action="store_true", help="run in seconds in the smallest sizes, and only print")
+    parser.add_argument("--budget_seconds", type=float, default=math.inf, help="start no group later than this")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.text = options.text or (tables.PAGE if options.quick else None)  # any text will do
+    if options.case == "time_to_loss" and not options.text:
+        parser.error("time_to_loss needs --text FILE")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running program, too
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
+    figures = run_case(options.case, options)
+    if options.quick or options.case not in tables.TABLES:
+        print(json.dumps(figures, indent=2))
+    else:
+        tables.PAGE.write_text(tables.render_page())
+        print(tables.section(options.case))
+    return 1 if any("error" in case for cases in figures.values() for case in cases.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

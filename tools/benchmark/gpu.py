@@ -1,0 +1,251 @@
+"""Speed and memory of a training step on one GPU.
+
+Two GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, then
+single settings. All variants of a group exist at the same time and are interleaved, so that a GPU that slows down slows
+all of them. FLOP/s are compared with those of a bfloat16 product of large matrices and with the data sheet (MFU). Peak
+memory excludes the other variants. A profile of separate steps lists the kernels. --quick runs everything in miniature,
+as a test, on the CPU if there is no GPU.
+"""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch._functorch.config
+from accelerate import Accelerator
+from accelerate.utils import release_memory
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.profiler import profile
+
+from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from data.sampler import GlobalBatches
+from model.config import GPTConfig
+from model.gpt import GPTModel, build_on_meta_device
+from tools.benchmark.nanogpt import build_peer
+from tools.benchmark.runner import Group
+from training.block_stats import BlockStatistics
+from training.metrics import MetricsQueue
+from training.optimizer import build_optimizer
+from training.prepare_model import missing_compiler, prepare_network
+from training.step import TrainState, train_step
+from training.throughput import peak_bf16_flops
+
+PEER, PRODUCT = "nanogpt", "a large product"
+OPTIMIZER, GRAD_CLIP = OptimizerConfig(lr=1e-4), 1.0  # other values are the defaults, which are nanoGPT's too
+COMPILED_REGION = "Torch-Compiled Region"
+ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
+BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("flash", "cudnn", "efficient")}
+RECOMPUTED, WHOLE_LOSS = "activation_checkpointing", "whole_loss"
+SETTINGS = {"ours": {}, RECOMPUTED: {RECOMPUTED: True}, WHOLE_LOSS: {"chunked_loss": False}}  # settings of train.py
+CASES = {  # shape, context, batch, variants, attention backend; the most interesting first
+    "124m_1024": ("124M", 1024, 32, ["ours", PEER, WHOLE_LOSS], None),
+    "1.3b_4096": ("1.3B", 4096, 4, ["ours", PEER], None),
+    # One backend for a whole group: compiled code does not notice a change of it.
+    **{f"124m_1024_{backend}": ("124M", 1024, 32, ["ours"], backend) for backend in BACKENDS},
+    "124m_4096": ("124M", 4096, 8, ["ours", PEER], None),
+    "1.3b_1024": ("1.3B", 1024, 16, ["ours", PEER], None),
+    "1.3b_4096_settings": ("1.3B", 4096, 4, ["ours", RECOMPUTED], None),
+}
+Built = tuple[nn.Module, Optimizer, Callable[[], Tensor]]  # the last trains one step and returns its loss
+
+
+class Scale(NamedTuple):
+    """Device, model shapes and duration of the measurements."""
+
+    device: str = "cuda"
+    shapes: tuple[tuple[int, ...], ...] = ((12, 12, 768, 50304), (24, 16, 2048, 50304))
+    backend: str = "inductor"
+    product_size: int = 8192
+    window_seconds: float = 2.0
+    warm_up_steps: int = 5
+    context: int | None = None  # replaces the context of every case, with a batch of 1
+
+    def model_config(self, shape: str, context: int) -> GPTConfig:
+        """Return a shape as nanoGPT has it: without biases and dropout, with tied embeddings."""
+        n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
+        return GPTConfig(
+            vocab_size,
+            self.context or context,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            d_model=d_model,
+            d_ff=4 * d_model,
+            dropout=0.0,
+            bias=False,
+            tie_embeddings=True,
+        )
+
+
+# The context exceeds 256, up to which eager attention replaces the backends on a CPU (model/attention.py).
+MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
+
+
+def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any) -> Built:
+    """Build this repository's model and a step of the loop in train.py."""
+    accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
+    with torch.device(scale.device) as device:  # initialising a billion weights takes a CPU many seconds
+        network = GPTModel(config)
+    run = TrainConfig(compile=scale.backend == "inductor", tf32=True, schedule=ScheduleConfig("constant"), **settings)
+    prepare_network(network, run, device)
+    for block in network.blocks if not run.compile else ():
+        block.compile(backend=scale.backend)
+    optimizer = build_optimizer(network, OPTIMIZER)
+    model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
+    metrics, statistics = MetricsQueue(sizes, len(tokens), accelerator.device), BlockStatistics([])
+    state = TrainState(run, accelerator, network, model, optimizer, metrics, statistics)
+    completed_steps = 0
+
+    def step() -> Tensor:
+        nonlocal completed_steps
+        pending = train_step(state, completed_steps, [{"input_ids": tokens, "labels": tokens}])
+        metrics.read()
+        completed_steps += 1
+        return pending.buffer[2] * pending.loss_divisor / pending.wait_for_num_targets()
+
+    return network, optimizer, step
+
+
+def build_nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -> Built:
+    """Build nanoGPT's model and a step of the loop in its train.py; its gradient scaler does nothing in bfloat16."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    network, optimizer = build_peer(path, config, OPTIMIZER, scale.device)
+    model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
+
+    def step() -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr
+        with torch.autocast(scale.device, torch.bfloat16):
+            _logits, loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), GRAD_CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return network, optimizer, step
+
+
+def mean_seconds(work: Callable[[], object], times: int) -> float:
+    """Return the mean time of a call, without a synchronisation between calls."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    synchronize()
+    return (time.perf_counter() - start) / times
+
+
+@dataclass
+class Variant:
+    """A case: a model and its step, built at the first call; each call times a window of consecutive steps."""
+
+    build: Callable[[], Built]
+    step_tokens: int
+    flops_per_token: float
+    scale: Scale
+    window_steps: int = 0
+
+    def prepare(self) -> None:
+        """Build the model and train until its blocks are compiled and its optimizer has moments."""
+        release_memory()
+        before = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        network, _, self.step = self.build()
+        parameters, first_loss = sum(weight.numel() for weight in network.parameters()), str(self.step().item())
+        seconds = 1.0
+        for _ in range(self.scale.warm_up_steps):
+            seconds = mean_seconds(self.step, 1)
+        self.window_steps = max(1, round(self.scale.window_seconds / seconds))
+        self.constants = {"parameters": parameters, "first_loss": first_loss, "kernels": self.profile_kernels()}
+        release_memory()
+        self.resting_bytes = torch.cuda.memory_allocated() - before
+
+    def __call__(self) -> dict:
+        """Time a window of steps; return its speed, its peak memory and the loss of the step after it."""
+        if not self.window_steps:
+            self.prepare()
+        on_cuda, others_bytes = self.scale.device == "cuda", torch.cuda.memory_allocated() - self.resting_bytes
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        speed = self.step_tokens / mean_seconds(self.step, self.window_steps)
+        measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
+        if on_cuda:
+            measured["peak_gib"] = (torch.cuda.max_memory_allocated() - others_bytes) / 2**30
+            if data_sheet := peak_bf16_flops(torch.device("cuda")):
+                measured["mfu"] = speed * self.flops_per_token / data_sheet
+        return measured | {"loss": self.step().item()} | self.constants
+
+    def profile_kernels(self, steps: int = 3, top: int = 15) -> dict:
+        """Return the kernels that take the most time on the device; on a CPU, operators."""
+        device_type, time_attribute = "CPU", "self_cpu_time_total"
+        if self.scale.device == "cuda":
+            device_type, time_attribute = "CUDA", "self_device_time_total"
+        with profile() as profiled:
+            mean_seconds(self.step, steps)
+        rows = profiled.key_averages()
+        regions = [row for row in rows if row.device_type.name == "CPU" and row.key.startswith(COMPILED_REGION)]
+        # Operators are charged with the time of their kernels, and annotations span them: both would count twice.
+        rows = [row for row in rows if row.device_type.name == device_type and not row.is_user_annotation]
+        rows = [row for row in rows if not row.key.startswith(ANNOTATIONS)]
+        rows.sort(key=lambda row: getattr(row, time_attribute), reverse=True)
+        total = sum(getattr(row, time_attribute) for row in rows)
+        return {  # torch.compile falls back to eager code silently; then no region is counted
+            "compiled_regions_a_step": sum(row.count for row in regions) / steps,
+            "milliseconds_a_step": round(total / 1000 / steps, 3),
+            "top": {
+                row.key[:160]: [round(getattr(row, time_attribute) / total, 4), row.count / steps] for row in rows[:top]
+            },
+        }
+
+
+def measure_product(scale: Scale) -> dict[str, float]:
+    """Return the rate of a product of two large bfloat16 matrices, the most that a step can reach on this GPU."""
+    size = scale.product_size
+    one, other = torch.randn(2, size, size, device=scale.device, dtype=torch.bfloat16)
+    mean_seconds(lambda: one @ other, 5)
+    return {"flops_per_second": 2 * size**3 / mean_seconds(lambda: one @ other, 20)}
+
+
+def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
+    """Return the variants of a case, with the product and the peer as their baselines."""
+    shape, context, batch, names, _ = CASES[name]
+    config = scale.model_config(shape, context)
+    size = 1 if scale.context else batch, config.max_position_embeddings
+    tokens = torch.randint(config.vocab_size or 0, size, device=scale.device)
+    flops_per_token = build_on_meta_device(config).flops_per_token(tokens.shape[1])
+    builders = {name: partial(build_ours, config, tokens, scale, **SETTINGS[name]) for name in names if name != PEER}
+    if PEER in names and peer:
+        builders[PEER] = partial(build_nanogpt, config, tokens, scale, peer)
+    cases = {name: Variant(build, tokens.numel(), flops_per_token, scale) for name, build in builders.items()}
+    baselines = {name: [PRODUCT, PEER, "ours"] if name != PEER else [PRODUCT] for name in cases}
+    return Group(name, {PRODUCT: partial(measure_product, scale), **cases}, baselines)
+
+
+def gpu(options: Namespace) -> Iterator[Group]:
+    """Yield every group; clear it, and the compiler's cache, after it was measured."""
+    scale = Scale()
+    if options.quick:
+        scale = MINIATURE._replace(device="cuda" if torch.cuda.is_available() else "cpu")
+    if not options.quick and not torch.cuda.is_available():
+        sys.exit("gpu: no GPU was found; --quick tests this case on a CPU")
+    if not options.quick and (missing := missing_compiler(torch.device("cuda"))):
+        sys.exit(f"gpu: the blocks would not be compiled: {missing}")
+    # The cache's key does not include the attention backend, so that a group would get the code of another.
+    torch._functorch.config.enable_autograd_cache = False
+    for name, (*_, backend) in CASES.items():
+        group = build_group(name, scale, options.nanogpt)
+        with sdpa_kernel(BACKENDS[backend]) if backend else nullcontext():
+            yield group
+        group.cases.clear()
+        torch.compiler.reset()  # torch.compile caches at most eight shapes of a function
+        release_memory()

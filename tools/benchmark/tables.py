@@ -1,0 +1,135 @@
+"""Results of the benchmarks, and the tables of docs/performance.md made from them: python -m tools.benchmark.tables.
+
+benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list of
+numbers has the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
+`<!-- end -->`.
+"""
+
+import json
+import os
+import platform
+import re
+import sys
+from datetime import date
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+import torch
+
+from checkpoint.provenance import provenance
+from tools.benchmark.runner import ROOT
+
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+Figures = dict[str, dict[str, dict]]
+SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds/step"}, {"peak_mib": "peak, MiB"}
+TABLES = {  # quantities of a result, and their column headers
+    "throughput": SPEED,
+    "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
+    "memory": PEAK | STEP,
+    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
+}
+MANY = 6  # from this number of rounds on, ranges are interquartile
+NO_RATIO = {"val/loss", "tokens", "flops_per_second", "mfu"}
+
+
+def machine() -> dict[str, str | int | float]:
+    """Return the processor, its cores, the memory and the GPU of this machine."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    facts = {"cpu": found.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
+    if "cpu family" in found:  # a shared machine may hide the name of its model
+        facts["cpu"] = f"{facts['cpu']} (family {found['cpu family']}, model {found['model']})"
+    facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
+    return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def write_result(name: str, figures: Figures, left_out: list[str]) -> None:
+    """Write figures with their command, machine and versions, and the groups that there was no time for."""
+    words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:])
+    record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}
+    record |= {"versions": provenance(), **({"left_out": left_out} if left_out else {}), "figures": figures}
+    (RESULTS / f"{name}.json").write_text(to_json(record))
+
+
+def to_json(record: dict) -> str:
+    """Return JSON with each list on one line."""
+    lists = r"\[[^\[\]{}]*\]"
+    return re.sub(lists, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
+
+
+def read_result(name: str) -> dict:
+    """Return a result, without figures if it was never measured."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"figures": {}}
+
+
+def format_value(value: object, unit: str = "") -> str:
+    """Format a constant, or the median and the range of rounds; from MANY rounds on, the interquartile range."""
+    if not isinstance(value, list):
+        if not isinstance(value, int | float):
+            return str(value)
+        return f"{value:,.0f}" if 100 <= abs(value) < 1e9 or isinstance(value, int) else f"{value:.3g}"
+    if len(value) == 1:
+        return f"{format_value(value[0])}{unit} (one round)"
+    lowest, *_, highest = quantiles(value, n=4) if len(value) >= MANY else (min(value), max(value))
+    spread = f"{format_value(lowest)} to {format_value(highest)}{', 2 rounds' * (len(value) == 2)}"
+    return f"{format_value(median(value))}{unit} ({spread})"
+
+
+def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
+    """Return a case's figure divided by that of each baseline, round by round because cases are interleaved."""
+    ratios = []
+    for name in case.get("against", []):
+        ours, theirs = case.get(quantity), cases.get(name, {}).get(quantity)
+        if isinstance(ours, list) and isinstance(theirs, list):
+            ratios.append(format_value([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
+    return "; ".join(ratios)
+
+
+def table_rows(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
+    """Return a header and a row for each case, without empty columns."""
+    rows = [["", "", *(word for title in quantities.values() for word in (title, "ratio"))]]
+    for group, cases in groups.items():
+        for name, case in cases.items():
+            row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
+            for quantity in quantities:
+                ratio = "" if quantity in NO_RATIO else format_ratios(case, cases, quantity)
+                row += [format_value(case.get(quantity, "")), ratio]
+            rows.append(row)
+    used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
+    return [[row[index] for index in used] for row in rows]
+
+
+def section(name: str) -> str:
+    """Return the Markdown table of a result, and a line with the command, the machine and the other load on it."""
+    record = read_result(name)
+    machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    caption = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
+    measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
+    if (rounds := max(map(len, measured), default=0)) >= MANY:
+        caption += f"; quartiles of {rounds} rounds"
+    if others := [cores for case in cases for cores in case.get("others_cores", [])]:
+        caption += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
+    header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))
+    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."])
+
+
+def render_page() -> str:
+    """Return docs/performance.md with every table made from the current results."""
+    text = PAGE.read_text()
+    for name in TABLES:
+        if read_result(name)["figures"]:
+            text = replace_table(text, name, section(name))
+    return text
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Return the text of a page with what is between `<!-- NAME -->` and `<!-- end -->` replaced."""
+    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render_page())
