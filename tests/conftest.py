@@ -38,7 +38,7 @@ test_directory test_verify test_signals test_examples test_odd_machines test_sha
 test_yaml_files test_environment test_training test_plan test_waits test_stories test_export test_scale test_text
 test_arm test_launch_checks test_using_docs test_chat test_tree_reduce test_checkpoint test_ema test_tokenizer_files
 test_state_hash""".split()
-TINY_STORIES = ["--config", str(ROOT / "tests" / "tiny_stories.yaml")]
+TINY_STORIES = ["--config", str(ROOT / "tests" / "support" / "tiny_stories.yaml")]
 
 
 def thinned(values: Iterable[object], every: int) -> list[object]:

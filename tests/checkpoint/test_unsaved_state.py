@@ -9,7 +9,7 @@ from tests.conftest import ROOT, assert_same_bits, environment, tensors
 from tests.support import forked
 from training.schedule import SCHEDULES
 
-RECIPE = ["--config", str(ROOT / "tests" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
+RECIPE = ["--config", str(ROOT / "tests" / "support" / "tiny_random.yaml"), "--name", "run", "--checkpoint.keep", "9"]
 REFUSED = {
     "number": "optimizer: CountingSGD keeps state['step'] of token_embedding.weight as int (1), and checkpoints "
     "contain only tensors",

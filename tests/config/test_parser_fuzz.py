@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from compare import CompareConfig
-from sweep import SweepConfig
 
 import data.prepare.prepare
 from cli import scripts
@@ -25,11 +23,13 @@ from export import ExportConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tools.compare.command import CompareConfig
 from tools.jobs.runner import JobRunner
 from tools.plot.run_plots import save_loss_curve
 from tools.replay.settings import ReplayConfig
+from tools.sweep.command import SweepConfig
 
-RECIPE = ROOT / "tests" / "tiny_random.yaml"
+RECIPE = ROOT / "tests" / "support" / "tiny_random.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(200)]
 STEPS = 6
 WORDS = [

@@ -62,7 +62,9 @@ QUESTIONNAIRE = {
 
 @pytest.mark.parametrize("answers", QUESTIONNAIRE)
 def test_questionnaire_files_are_accepted_or_refused(answers):
-    message = problems("--config_file", str(ROOT / "tests" / "launch_files" / f"questionnaire_{answers}.yaml"))
+    message = problems(
+        "--config_file", str(ROOT / "tests" / "support" / "launch_files" / f"questionnaire_{answers}.yaml")
+    )
     assert QUESTIONNAIRE[answers] in message
     assert bool(message) == bool(QUESTIONNAIRE[answers])
 
@@ -275,7 +277,9 @@ def test_launched_run_refuses_fewer_processes(flags, runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [answers for answers, message in QUESTIONNAIRE.items() if not message])
 def test_launched_run_accepts_questionnaire_files(answers, runs):
-    done = launch(["--config_file", ROOT / "tests" / "launch_files" / f"questionnaire_{answers}.yaml"], runs)
+    done = launch(
+        ["--config_file", ROOT / "tests" / "support" / "launch_files" / f"questionnaire_{answers}.yaml"], runs
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("Training finished.\n")
     assert f"{2 if answers in ('multi_gpu', 'fsdp2') else 1} x cpu" in done.stdout

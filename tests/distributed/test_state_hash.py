@@ -105,7 +105,7 @@ def test_loaded_state_must_match_the_manifest(run):
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="other architectures have other bits")
 def test_exact_runs_have_golden_digests(tmp_path):
     """Trained in a fork: nothing may be computed before the instructions are selected."""
-    golden = yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())
+    golden = yaml.safe_load((ROOT / "tests" / "repo" / "golden.yaml").read_text())
     if golden["torch"] != torch.__version__.partition("+")[0]:
         pytest.skip(f"the digests are those of torch {golden['torch']}")
     assert yaml.safe_load(python(f"python -m tests.support.golden {tmp_path}").stdout) == golden["runs"]
@@ -118,7 +118,7 @@ def test_exact_runs_have_golden_digests_in_qemu(processor, tmp_path):
     command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-m", "tests.support.golden", tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "golden.yaml").read_text())["runs"]
+    assert yaml.safe_load(done.stdout) == yaml.safe_load((ROOT / "tests" / "repo" / "golden.yaml").read_text())["runs"]
 
 
 def test_prepare_exact_refuses_other_instructions(monkeypatch):

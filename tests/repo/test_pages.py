@@ -13,7 +13,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
-from tests.repo.test_rules import LAYER_OF
+from tests.repo.test_rules import CORE
 from tests.test_examples import RUNGS as SCRIPTS
 
 README = (ROOT / "README.md").read_text()
@@ -26,7 +26,7 @@ def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-# In this order: later ones use the run of `make train`. tests/test_debugging.py runs the rest of debugging.md.
+# In this order: later ones use the run of `make train`. tests/tools/test_debugging.py runs the rest of debugging.md.
 COMMANDS = [*commands(README), *commands(page("launching")), *commands(page("runs")), *commands(page("debugging"))[:1]]
 SHORT_STORIES = (
     "--steps 3 --schedule.warmup_steps 1 --schedule.decay_steps null --data.num_samples 50 --evaluation.num_samples 20 "

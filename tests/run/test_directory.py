@@ -34,7 +34,7 @@ from tools.plot.run_plots import save_loss_curve
 from training.schedule import SCHEDULES
 
 STEPS = 4
-RECIPE = ["--config", ROOT / "tests" / "tiny_random.yaml", "--name", "run"]
+RECIPE = ["--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--name", "run"]
 
 
 @pytest.fixture(scope="module")

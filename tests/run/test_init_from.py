@@ -29,7 +29,7 @@ MODELS = {
         head_dim=8, hidden_size=16, intermediate_size=24, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-RECIPE = ROOT / "tests" / "tiny_stories.yaml"
+RECIPE = ROOT / "tests" / "support" / "tiny_stories.yaml"
 
 
 @pytest.fixture(scope="module")

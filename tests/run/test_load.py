@@ -287,7 +287,7 @@ def test_load_run_refuses_incomplete_transformers_weights(cut, tmp_path):
 
 
 def test_sample_refuses_run_without_tokenizer(runs):
-    train("--config", ROOT / "tests" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
+    train("--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
     run = runs / "run"
     with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer; models of random tokens have none"):
         sample.main(SampleConfig(str(run)))

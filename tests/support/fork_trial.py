@@ -4,7 +4,7 @@ Train 20 steps on two processes without a stop; train them again, kill both proc
 give the same metrics and the same digest of all weights and moments; run verify.py; then train the short runs of
 tests/support/golden.py with the code of the fork and of the commit that it began from, which must end with the same
 digests, because a new setting changes nothing at its default. The exit code is 0 if all of it holds; otherwise 1, and
-the last line names what does not hold. The processes are forks of one (tests/support/forked.py), and this one imports no
+the last line names what does not hold. The processes are forks of one (tests/support/forked.py); this one imports no
 torch.
 """
 

@@ -13,7 +13,7 @@ import yaml
 from cli import scripts
 from tests.conftest import ROOT, metrics
 
-TINY = ["--config", str(ROOT / "tests" / "tiny_stories.yaml"), "--exact", "true"]
+TINY = ["--config", str(ROOT / "tests" / "support" / "tiny_stories.yaml"), "--exact", "true"]
 TINY += "--steps 4 --checkpoint.every 4 --evaluation.every 4".split()
 QWEN = """--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.n_kv_heads 1 --model.qk_norm true
     --model.bias false""".split()

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from benchmarks import __main__ as command_line
 from distributed.cores import available_cores
 from tests.conftest import ROOT, environment
+from tools.benchmark import __main__ as command_line
 from tools.benchmark import cpu, runner, tables
 from tools.benchmark.runner import Group, measure, measure_speed, run_command, run_interleaved
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from compare import CompareConfig, main
 
 from cli import scripts
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
+from tools.compare.command import CompareConfig, main
 from tools.compare.records import prediction_task, read_record, read_records
 from tools.compare.report import Curves, save_figure, wrap_label
 from tools.experiment.sequential_test import welch_p_value

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from scale import LadderTrainer, ScaleConfig, main
 
 from config.errors import ConfigError, RunError
 from config.parser import parse_config
@@ -18,6 +17,7 @@ from model.gpt import GPTModel
 from tests.conftest import ROOT, environment
 from tests.support import forked
 from tools.scale import ladder, law
+from tools.scale.command import LadderTrainer, ScaleConfig, main
 from tools.scale.ladder import LadderRun, base_config, build_ladder, extrapolate, model_of_width
 from tools.scale.law import Law
 from tools.scale.recipe import as_yaml, find_best_learning_rate, make_recipe

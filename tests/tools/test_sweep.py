@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import pytest
 import yaml
-from sweep import SweepConfig, main
 
 from checkpoint.manifest import File, Manifest
 from cli import scripts
@@ -20,6 +19,7 @@ from config.resolve import given_model_settings
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.support import forked
 from tools.jobs import runner
+from tools.sweep.command import SweepConfig, main
 from tools.sweep.grid import plan_sweep, split_values, write_run_config
 
 # In place of train.py: writes the files of a run, and ends as `endings` names.
@@ -158,7 +158,7 @@ def test_wrong_setting_is_refused_before_any_run(arguments, message, sweep, capf
 
 def test_edited_config_file_changes_no_run(sweep, tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text((ROOT / "tests" / "tiny_stories.yaml").read_text())
+    recipe.write_text((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
     train = runner.JobRunner.train
     edited = recipe.read_text() + "\nstop_after: 1\nsteps: 99\n"
     monkeypatch.setattr(runner.JobRunner, "train", lambda *args, **kw: recipe.write_text(edited) and train(*args, **kw))

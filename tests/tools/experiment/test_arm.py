@@ -5,10 +5,10 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tests.experiments.conftest import FAKE
 
 from config.errors import ConfigError
 from tests.conftest import ROOT
+from tests.tools.experiment.conftest import FAKE
 from tools.experiment.arm import Arm
 from tools.experiment.config_files import copy_config_files
 from tools.jobs.launch import Launch

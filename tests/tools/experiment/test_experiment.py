@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch.nn.functional as F
 import yaml
-from tests.experiments.conftest import FAKE, fake_scorer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from checkpoint.identity import code_hash
@@ -25,6 +24,7 @@ from run.load import load_run
 from tests.conftest import ROOT, environment, python
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 from tests.support import forked
+from tests.tools.experiment.conftest import FAKE, fake_scorer
 from tools.experiment import arm, change, experiment, log, score, variants
 from tools.experiment.arm import Arm
 from tools.experiment.experiment import main

@@ -4,13 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from tests.experiments.conftest import FAKE, fake_scorer
 from torch.utils.data import default_collate
 
 import train
 from config.errors import ConfigError, RunError
 from data.synthetic.stories import StoriesDataset
 from model.gpt import GPTModel
+from tests.tools.experiment.conftest import FAKE, fake_scorer
 from tools.experiment import experiment, log, score, scorer
 from tools.experiment.settings import parse_experiment
 

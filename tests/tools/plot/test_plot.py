@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.colors import to_rgb
-from tests.test_compare import DOM
 
 from config.errors import ConfigError
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.distributed.test_signals import status
 from tests.support import forked
+from tests.tools.test_compare import DOM
 from tools.compare import report
 from tools.compare.report import EXCESS_LOSS, Curves, save_figure, save_page
 from tools.plot import run_plots as plot

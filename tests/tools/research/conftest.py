@@ -5,9 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.experiments.conftest import FAKE, run_experiment  # noqa: F401 - a fixture
 
 from cli.scripts import run_script
+from tests.tools.experiment.conftest import FAKE, run_experiment  # noqa: F401 - a fixture
 from tools.experiment import change
 from tools.research.settings import PARSERS, refuse_command
 

@@ -8,10 +8,10 @@ import threading
 import time
 
 import pytest
-from tests.experiments.conftest import fake_scorer
 
 from tests.conftest import environment
 from tests.support import forked
+from tests.tools.experiment.conftest import fake_scorer
 from tools.experiment import experiment, score
 from tools.experiment.experiment import Experiment
 from tools.research import attempt, code, head, ledger
