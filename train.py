@@ -1,8 +1,8 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, processes): the
-learning rate, the global batch and every random draw of step s are functions of (config, s). Its only state is the
-weights and buffers, the optimizer's state, the integer s and two counts of skipped updates (in total and in a row).
+A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, number of
+processes): the learning rate, the global batch and every random draw of step s are functions of (config, s). Its only
+state is the weights, the optimizer's state, the integer s, and how many updates were skipped because of a NaN.
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -14,26 +14,26 @@ if __name__ == "__main__":
 
 import gc
 import math
-from itertools import chain
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from checkpoint.saver import Saver, load_checkpoint
 from config.schema import TrainConfig
 from data.corpus import Corpus
-from data.loader import BatchLoader
-from data.sampler import GlobalBatches
+from data.loader import Batch, BatchLoader
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch, check_same_settings
+from distributed.private_torch import foreach_mul_
+from distributed.sharding import full_tensor
 from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
-from export import export_newest
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from run import trackers
-from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory
 from run.load import LoadedModel, copy_initial_weights
 from run.reporting import Reporter
@@ -44,13 +44,13 @@ from training.block_stats import BlockStatistics
 from training.ema import ema_weights
 from training.evaluation import evaluate, require_finite_val_loss
 from training.generations import sample_texts
-from training.gradients import trainable_parameters
-from training.metrics import MetricsQueue
-from training.optimizer import build_optimizer, learning_rates
+from training.gradients import backward, complete_gradients, first_backward, loss_scale, trainable_parameters
+from training.optimizer import apply_schedules, build_optimizer, learning_rates
 from training.prepare_model import prepare_network
 from training.profiler import step_profiler
-from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
-from training.step import TrainState, train_step, warm_up
+from training.results import Results
+from training.schedule import scheduled_value, should_compare_replicas, should_evaluate, should_log, should_save
+from training.state import TrainState
 from training.throughput import Throughput, peak_flops
 
 
@@ -65,6 +65,7 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.run_name)
     with run.record_outcome(config):
+        # Everything that can be refused is refused before a process group exists and before anything is written.
         check_launch(config)
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
@@ -93,16 +94,11 @@ def train(
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    # Compares the hashes of the corpus files with the recorded ones, in a thread; synthetic data has no files.
-    corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
-    global_batches = corpus.global_batches(config)
-    state = build_train_state(config, global_batches, run.path, accelerator, initial_model)
+    state = build_state(config, run, accelerator, initial_model)
     if start.checkpoint:
-        load_checkpoint(start.checkpoint, state.model, state.optimizer)
-        # The restored weights and moments must have the digest that the checkpoint records.
-        state_digest(state.network, state.optimizer).require_equal(start.metrics.get("state/digest"), start.checkpoint)
-    state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row = start.skipped
-
+        load_checkpoint(start.checkpoint, state)
+    block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
+    global_batches = corpus.global_batches(config)  # the order of the data: global batch s is a function of (config, s)
     loader = BatchLoader(
         corpus.train,
         global_batches,
@@ -113,67 +109,49 @@ def train(
         num_workers=config.data.num_workers,
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
     )
-    last_step = config.steps
-    if config.stop_after is not None and start.step < config.stop_after < config.steps:
-        last_step = config.stop_after
-    batches = loader.batches(start.step, last_step)
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports if tracking.log_model
+        Reporter(config, run, start.step, accelerator) as reporter,
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: flushes metrics before each save
-        step_profiler(config, start.step, run.path, rank) as profiler,
+        step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):
-
-        def stop_requested() -> bool:
-            # Summed over processes with each step's metrics. All processes read the sum at the same point of the loop,
-            # at most one step later, so they stop after the same step. If the reason is a damaged corpus or a failed
-            # save, require_verified or saver.save then raises the error.
-            return stop_signal.received or corpus_check.failed or saver.failed
-
-        corpus_status = corpus_check.wait_briefly()  # at most 3 s, so that the summary can say that it is verified
-        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
-
-        first_micro_batches = next(batches)
-        # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
-        # a counter that an optimizer keeps as a Python number.
-        saver.record_unsaved_state(state.network, state.optimizer)
-        warm_up(state, first_micro_batches[0])  # without an update: compiles, fixes DDP's bucket order
-        # Evaluate the initial weights, unless only the last step is evaluated.
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:
-            digest = state_digest(state.network, state.optimizer)
-            initial_metrics = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
-            reporter.log(0, {"state/digest": str(digest)} | initial_metrics)
+        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
+        warm_up(state, loader.load(start.step)[0])  # without an update: compiles, fixes DDP's bucket order
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the end is evaluated
+            metrics = {"state/digest": str(state_digest(state.network, state.optimizer))}
+            metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
+            reporter.log(0, metrics)
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        for step, micro_batches in enumerate(chain([first_micro_batches], batches), start.step):
+        for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             completed = step + 1
             log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
-            save_now = should_save(config, completed)
-            state.block_statistics.recording = log_now
+            stop_now = completed == config.stop_after and completed < config.steps
+            save_now = should_save(config, completed) or stop_now
 
-            train_step(state, step, micro_batches, stop_requested)  # forward, backward, clip, update
+            with block_statistics.record(log_now):
+                train_step(state, step, micro_batches, stop=stop_signal.received or saver.failed)
 
-            # Without `wait` this is the previous step's result, because reading this step's would synchronise with the
-            # device. (With on_nonfinite: skip, train_step has already read this step's.)
-            result = state.metrics_queue.read(wait=log_now or eval_now or save_now)
-            stop_now = result is not None and result.stop
-            save_now = save_now or stop_now
+            # Without `wait` this is the result of the step before, because reading that of this step would make the
+            # host wait for the device. All processes read it at the same point, so they stop after the same step.
+            result = state.results.read(wait=log_now or eval_now or save_now)
+            if result is not None and result.stop:
+                save_now, stop_now = True, completed < config.steps
             compare_now = should_compare_replicas(config, completed, save_now)
+
             metrics = {}
             if log_now or eval_now or save_now or compare_now:
-                digest = state_digest(state.network, state.optimizer)
+                digest = state_digest(state.network, state.optimizer, compare_at=completed if compare_now else None)
                 metrics["state/digest"] = str(digest)
-                if compare_now:
-                    digest.check_replicas(completed)
             if log_now:
                 assert result is not None, "read with wait"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
-                metrics |= state.block_statistics.metrics | throughput.measure(completed)
+                metrics |= block_statistics.metrics | throughput.measure(completed)
                 if config.max_skipped:
-                    metrics["train/skipped"] = state.metrics_queue.num_skipped
+                    metrics["train/skipped"] = state.results.skipped[0]
             if eval_now or completed == config.steps:  # texts are generated at each evaluation and at the end
                 with ema_weights(state.optimizer):
                     if eval_now:
@@ -182,31 +160,85 @@ def train(
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
-                corpus_check.require_verified(stopping=stop_now)  # waits; when stopping, at most timeout_seconds / 2
-                skipped = state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row
-                saver.save(completed, state.model, state.optimizer, metrics, skipped)
+                saver.save(completed, state, metrics)
                 run.record_progress(completed)
-            if stop_now or completed == last_step:
-                saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
-            if stop_now and completed < config.steps:  # a damaged corpus or a failed save has raised above
+            if stop_now or completed == config.steps:
+                saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends
+            if stop_now:
                 raise Preempted(f"stopped after step {completed}; run the same command again to resume")
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
             if profiler:
                 profiler.step()
-
-        if last_step < config.steps:
-            raise Preempted(f"stopped after step {last_step} (stop_after); run the same command again to resume")
         require_finite_val_loss(metrics, config.steps)
         reporter.say(f"The run is in {run.path}.")
 
 
-def build_train_state(
-    config: TrainConfig,
-    global_batches: GlobalBatches,
-    run_directory: Path,
-    accelerator: Accelerator,
-    initial_model: LoadedModel | None,
+def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: bool = False) -> None:
+    """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
+
+    Args:
+        state: updated in place.
+        step: from 0.
+        micro_batches: the local micro-batches of this step, in order.
+        stop: whether this process asks all processes to stop; sent with the results of the step.
+
+    Raises:
+        NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
+            loss or gradient. With `on_nonfinite: stop`, `state.results.read` raises it, at most a step later.
+    """
+    config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
+    apply_schedules(state.optimizer, state.network, config, step)
+    # The number of target tokens in the global batch: labels other than -100, from position 1 on (none predicts 0).
+    num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
+    # The sum over processes overlaps the first forward.
+    all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
+    scale = loss_scale(accelerator.mixed_precision, step, results.skipped[0])  # keeps fp16 from underflow, otherwise 1
+    averaged_over = 1 if state.reducer else results.num_processes  # DDP and FSDP2 average gradients; we want their sum
+    outputs = []
+    for index, batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        # By the index in the global batch, so that dropout does not depend on the number of processes.
+        global_index = results.rank * len(micro_batches) + index
+        state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
+        with nullcontext() if is_last else accelerator.no_sync(model):
+            _, loss_sum, *metrics = model(**batch, num_items_in_batch=1.0)
+            if all_reduce and index == 0:
+                all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
+            loss = loss_sum / num_targets
+            outputs.append((loss.detach(), metrics[0] if metrics else {}))
+            if is_last:  # the all-reduce of the results overlaps the last backward
+                results.send(step + 1, outputs, stop)
+            backward(loss * (scale * averaged_over), model, accelerator)
+        if state.reducer:
+            state.reducer.add_micro_batch(len(micro_batches))
+    gradients = complete_gradients(state.parameters)
+    if scale != 1:
+        foreach_mul_(gradients, 1 / scale)
+    # grad_clip is constant unless SCHEDULES has an entry for it; None: no clipping.
+    max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
+    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
+    results.finish(num_targets, grad_norm)
+    # If non-finite updates are skipped, the host must read this step's result now to decide.
+    if not results.max_skipped or results.read(wait=True).finite:
+        state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def warm_up(state: TrainState, micro_batch: Batch) -> None:
+    """Run one forward and backward and discard the gradients; called by all processes together.
+
+    This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
+    gradients in the same order.
+    """
+    _, loss, *metrics = state.model(**micro_batch, num_items_in_batch=1.0)
+    first_backward(loss, state.model, state.accelerator)
+    state.optimizer.zero_grad()
+    state.results.register_names(metrics[0] if metrics else {})
+
+
+def build_state(
+    config: TrainConfig, run: RunDirectory, accelerator: Accelerator, initial_model: LoadedModel | None
 ) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -225,23 +257,5 @@ def build_train_state(
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
-    metrics_queue = MetricsQueue(
-        global_batches,
-        config.micro_batch_size,
-        device,
-        rank=rank,
-        num_processes=num_processes,
-        max_skipped=config.max_skipped,
-        run_directory=run_directory,
-    )
-    block_statistics = BlockStatistics(network.blocks if config.tracking.block_stats else [])
-    return TrainState(
-        config=config,
-        accelerator=accelerator,
-        network=network,
-        model=model,
-        optimizer=optimizer,
-        metrics_queue=metrics_queue,
-        block_statistics=block_statistics,
-        reducer=reducer,
-    )
+    results = Results(rank, num_processes, device, config.max_skipped, run.path)
+    return TrainState(config, accelerator, network, model, optimizer, results, reducer)

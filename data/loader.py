@@ -58,13 +58,21 @@ class BatchLoader:
             RunError: the workers cannot be started.
             RuntimeError: from torch, if a worker dies or a batch takes longer than `timeout_seconds`.
         """
-        steps, on_cuda = range(start, stop), self.device.type == "cuda"
+        steps = range(start, stop)
         for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
-            on_device = {
-                name: (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
-                for name, tensor in batch.items()
-            }
-            yield split_micro_batches(on_device, self.micro_batch_size)
+            yield self._to_micro_batches(batch)
+
+    def load(self, step: int) -> list[Batch]:
+        """Load the micro-batches of one step in this process."""
+        return self._to_micro_batches(self.dataset[step])
+
+    def _to_micro_batches(self, batch: Batch) -> list[Batch]:
+        on_cuda = self.device.type == "cuda"
+        on_device = {
+            name: (tensor.pin_memory() if on_cuda else tensor).to(self.device, non_blocking=on_cuda)
+            for name, tensor in batch.items()
+        }
+        return split_micro_batches(on_device, self.micro_batch_size)
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
         # Several steps at once, because each training step evicts the dataset's code and tables from the CPU's caches.

@@ -25,7 +25,7 @@ from distributed.signals import Preempted
 from model.hf import get_family
 from run.directory import RunDirectory, settings_to_store
 from run.metrics_log import read_rows
-from training.metrics import NonFiniteError
+from training.results import NonFiniteError
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 Say = Callable[[str], None]  # prints a line

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distributed.private_torch import foreach_norm, foreach_sub
 from distributed.sharding import full_tensor
 from training.gradients import complete_gradients, trainable_parameters
-from training.metrics import mean
+from training.results import mean
 
 
 def group_norms(groups: Sequence[Iterable[Tensor]]) -> Tensor:
@@ -30,9 +30,10 @@ def total_norm(tensors: Iterable[Tensor]) -> float:
 
 
 class BlockStatistics:
-    """Records statistics of `blocks` in the steps for which `recording` is set, without changing training.
+    """Statistics of `blocks` in the steps that are recorded (`record`), without changing training.
 
-    `metrics` holds the statistics of the last recorded step as `layers/NAME/BLOCK`:
+    `metrics` holds the statistics of the last recorded step as `layers/NAME/BLOCK`; it is empty if no step was recorded
+    or its update was skipped:
 
     - weight_norm: L2 norm of the weights before the update.
     - gradient_norm: L2 norm of the gradient after clipping.
@@ -41,40 +42,61 @@ class BlockStatistics:
     - update_ratio: L2 norm of the update divided by weight_norm.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]):
+    def __init__(self, blocks: Iterable[nn.Module], optimizer: torch.optim.Optimizer):
         self.blocks = list(blocks)
-        self.metrics, self.recording = {}, False
-        self.mean_squares: list[list[Tensor]] = [[] for _ in self.blocks]  # since the last update
+        self.metrics: dict[str, float] = {}
+        self._recording = False
+        self._mean_squares: list[list[Tensor]] = []  # of each block's outputs in this step
+        self._before: list[list[Tensor]] = []  # weights before the update
+        self._norms: dict[str, Tensor] = {}
         for index, block in enumerate(self.blocks):
             # Inside the loop, so that it is called only if there are blocks: torch.compiler.disable imports slowly.
             block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
-
-    def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
-        if self.recording and block.training:
-            self.mean_squares[i].append((out[0] if isinstance(out, tuple) else out).detach().float().square().mean())
+        if self.blocks:
+            optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_post_hook(self._after_update)
 
     @contextmanager
-    def record_update(self) -> Iterator[None]:
-        """Record the update made inside this context; called by all processes together."""
-        recorded, self.mean_squares = self.mean_squares, [[] for _ in self.blocks]
-        if not (self.recording and self.blocks):
+    def record(self, enabled: bool) -> Iterator[None]:
+        """Record the step that is taken inside this context, if `enabled`; called by all processes together."""
+        self._recording = enabled and bool(self.blocks)
+        if self._recording:
+            self.metrics, self._mean_squares = {}, [[] for _ in self.blocks]
+        try:
             yield
+        finally:
+            self._recording = False
+
+    def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
+        if self._recording and block.training:
+            self._mean_squares[i].append((out[0] if isinstance(out, tuple) else out).detach().float().square().mean())
+
+    def _before_update(self, *_) -> None:
+        if self._recording:
+            self._before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
+            gradients = [complete_gradients(trainable_parameters(block)) for block in self.blocks]
+            self._norms = {"weight_norm": group_norms(self._before), "gradient_norm": group_norms(gradients)}
+
+    def _after_update(self, *_) -> None:
+        if not self._recording:
             return
-        before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
-        norms = {"weight_norm": group_norms(before)}
-        norms["gradient_norm"] = group_norms([complete_gradients(trainable_parameters(block)) for block in self.blocks])
-        yield
-        norms["update_ratio"] = group_norms(
-            [foreach_sub(list(block.parameters()), old) for block, old in zip(self.blocks, before, strict=True)]
-        )
+        norms = self._norms | {
+            "update_ratio": group_norms(
+                [
+                    foreach_sub(list(block.parameters()), old)
+                    for block, old in zip(self.blocks, self._before, strict=True)
+                ]
+            )
+        }
+        self._before = []
         device = norms["weight_norm"].device  # norms of no tensors, if all are frozen, are on the CPU
         columns = dict(zip(norms, torch.stack([norm.to(device) for norm in norms.values()]).tolist(), strict=True))
         pairs = zip(columns["update_ratio"], columns["weight_norm"], strict=True)
         columns["update_ratio"] = [update / (weight or 1.0) for update, weight in pairs]
         # All calls are gathered and then added, so that the sum does not depend on the number of processes.
-        squares = [square for calls in recorded for square in calls]
+        squares = [square for calls in self._mean_squares for square in calls]
         mean_squares = iter(torch.stack(squares).tolist() if squares else [])
-        gathered = gather_object([[[next(mean_squares) for _ in calls] for calls in recorded]])
+        gathered = gather_object([[[next(mean_squares) for _ in calls] for calls in self._mean_squares]])
         calls_of_block = [sum(per_process, []) for per_process in zip(*gathered, strict=True)]
         columns["activation_rms"] = [math.sqrt(mean(calls, [len(calls)])) if calls else 0.0 for calls in calls_of_block]
         self.metrics = {f"layers/{name}/{i}": v for name, column in columns.items() for i, v in enumerate(column)}

@@ -12,7 +12,7 @@ from data.tokenizer import END_OF_TEXT
 from distributed.sharding import full_tensor, is_sharded
 from model.gpt import GPTModel, build_on_meta_device
 from model.seeds import derive_seed
-from training.metrics import mean
+from training.results import mean
 
 TEXTS_PER_BATCH = 50
 LogTexts = Callable[[int, str, list[str]], None]

@@ -1,4 +1,4 @@
-"""Backward, loss scaling, and the one multiplication that normalises and clips the gradients.
+"""The backward pass: unused parameters, the first backward, loss scaling.
 
 A parameter that no micro-batch used, such as an expert that no token was routed to, has a gradient of zero. DDP waits
 for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss).
@@ -8,9 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from distributed.private_torch import foreach_mul_, foreach_norm
-from distributed.sharding import full_tensor
 
 
 class _ConnectToLoss(torch.autograd.Function):
@@ -71,24 +68,3 @@ def complete_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
     return gradients
-
-
-def normalize_and_clip(parameters: list[nn.Parameter], divisor: Tensor | float, max_norm: float) -> Tensor:
-    """Divide the gradients in place by `divisor` and clip the quotient to a global L2 norm of `max_norm`.
-
-    Both are done by one multiplication, so the gradients are read twice, as in clipping alone. Nothing is read back to
-    the host, which would synchronise with the GPU.
-
-    Args:
-        parameters: their `.grad` may be None (zero) or sharded (DTensor).
-        divisor: 0-dim tensor on the device of the gradients, or a number.
-        max_norm: infinity for no clipping.
-
-    Returns:
-        The global L2 norm of the normalised gradients before clipping, 0-dim.
-    """
-    gradients = complete_gradients(parameters)
-    norm = full_tensor(torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))) / divisor
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / divisor
-    foreach_mul_(gradients, factor)
-    return norm

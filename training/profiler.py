@@ -5,17 +5,15 @@ from pathlib import Path
 
 from torch.profiler import profile, schedule
 
-from config.schema import TrainConfig
 
+def step_profiler(steps: tuple[int, int] | None, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
+    """Return a torch profiler that writes a trace of `steps`, first and last; call `step()` after each update.
 
-def step_profiler(config: TrainConfig, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
-    """Return a torch profiler that writes a trace of the steps `config.profile`; call `step()` after each update.
-
-    Without `config.profile` return a null context, since an idle torch profiler costs 50 microseconds a step.
+    Without `steps` return a null context, since an idle torch profiler costs 50 microseconds a step.
     """
-    if config.profile is None:
+    if steps is None:
         return nullcontext()
-    first, last = config.profile
+    first, last = steps
     action = schedule(wait=first - 1, warmup=1, active=last - first + 1, repeat=1)
     path = directory / f"trace-steps-{first}-{last}-rank-{rank}.json"
     return profile(

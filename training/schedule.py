@@ -39,7 +39,7 @@ def should_evaluate(config: TrainConfig, completed_steps: int) -> bool:
 
 def should_save(config: TrainConfig, completed_steps: int) -> bool:
     """Return whether to save a checkpoint now."""
-    return _is_due(config.checkpoint.every, config, completed_steps) or completed_steps == config.stop_after
+    return _is_due(config.checkpoint.every, config, completed_steps)
 
 
 def should_compare_replicas(config: TrainConfig, completed_steps: int, save_now: bool) -> bool:

@@ -156,7 +156,7 @@ def preview(checks: str, *settings: str) -> dict[str, object]:
     from data.corpus import load_corpus
     from model.gpt import GPTModel
     from run.metrics_log import read_rows
-    from training.metrics import NonFiniteError
+    from training.results import NonFiniteError
 
     torch.set_num_threads(1)
     rows: set[bytes] = set()

@@ -28,7 +28,7 @@ from distributed.nested import nested_training
 from distributed.world import is_main_process, num_processes
 from run.reader import RunReader, Session, surviving_sessions
 from run.stored_settings import config_of
-from training.metrics import NonFiniteError
+from training.results import NonFiniteError
 from training.schedule import should_compare_replicas, should_evaluate, should_log, should_save
 
 # Settings that a resume may change and that affect what a step computes or logs: each step is retrained with the values

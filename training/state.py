@@ -1,0 +1,48 @@
+"""The objects that a training step reads and changes."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from config.schema import TrainConfig
+from model.gpt import GPTModel
+from training.gradients import trainable_parameters
+from training.results import Results
+
+
+class GradientReducer(Protocol):
+    """Sums gradients over micro-batches and processes in place of DDP."""
+
+    def add_micro_batch(self, num_micro_batches: int) -> None:
+        """Take the gradients of one of `num_micro_batches` micro-batches; after the last, `.grad` is the global sum."""
+
+
+@dataclass
+class TrainState:
+    """A checkpoint contains the weights, the optimizer's state and `results.skipped`; the rest is made at the start."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    network: GPTModel
+    """The bare model."""
+    model: nn.Module
+    """`network` as Accelerate prepared it: in DDP, sharded by FSDP2 or alone; under autocast if precision is mixed."""
+    optimizer: torch.optim.Optimizer
+    results: Results
+    reducer: GradientReducer | None = None
+    """None: DDP or FSDP2 averages the gradients over the processes, or there is one process."""
+
+    def __post_init__(self) -> None:
+        self.parameters = trainable_parameters(self.network)
+
+    def seed_generators(self, seed: int) -> None:
+        """Seed the random generators of the CPU and of this process's device.
+
+        torch.manual_seed would also record a stack trace for each kind of device that is not in use, which is slow.
+        """
+        torch.default_generator.manual_seed(seed)
+        if (device := self.accelerator.device).type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
