@@ -36,7 +36,6 @@ from model.gpt import GPTModel
 from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
 from plotting.style import report_plot_errors
 from run import trackers
-from run.corpus_check import CorpusCheck
 from run.directory import RunDirectory
 from run.load import LoadedModel, copy_initial_weights
 from run.reporting import Reporter
@@ -72,7 +71,8 @@ def main(config: TrainConfig) -> None:
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
         run.check(config)
-        accelerator = start_accelerator(config)
+        corpus.verify()  # once for each machine, where the other processes wait for the first in start_accelerator
+        accelerator = start_accelerator(config, corpus.max_verification_seconds)
         check_same_settings(config, accelerator)
         stop_signal = StopSignal()  # installs the handlers
         start = run.open(config, accelerator)
@@ -97,8 +97,6 @@ def train(
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    # Compares the hashes of the corpus files with the recorded ones, in a thread; synthetic data has no files.
-    corpus_check = CorpusCheck(corpus.verification, accelerator, config.timeout_seconds)
     global_batches = corpus.global_batches(config)
     state = build_train_state(config, global_batches, run.path, accelerator, initial_model)
     if start.checkpoint:
@@ -131,12 +129,11 @@ def train(
 
         def stop_requested() -> bool:
             # Summed over processes with each step's metrics. All processes read the sum at the same point of the loop,
-            # at most one step later, so they stop after the same step. If the reason is a damaged corpus or a failed
-            # save, require_verified or saver.save then raises the error.
-            return stop_signal.received or corpus_check.failed or saver.failed
+            # at most one step later, so they stop after the same step. If the reason is a failed save, saver.save then
+            # raises the error.
+            return stop_signal.received or saver.failed
 
-        corpus_status = corpus_check.wait_briefly()  # at most 3 s, so that the summary can say that it is verified
-        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
+        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
 
         first_micro_batches = next(batches)
         # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
@@ -186,13 +183,12 @@ def train(
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
-                corpus_check.require_verified(stopping=stop_now)  # waits; when stopping, at most timeout_seconds / 2
                 skipped = state.metrics_queue.num_skipped, state.metrics_queue.num_skipped_in_a_row
                 saver.save(completed, state.model, state.optimizer, metrics, skipped)
                 run.record_progress(completed)
             if stop_now or completed == last_step:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends or raises
-            if stop_now and completed < config.steps:  # a damaged corpus or a failed save has raised above
+            if stop_now and completed < config.steps:  # a failed save has raised above
                 raise Preempted(f"stopped after step {completed}; run the same command again to resume")
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
