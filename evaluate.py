@@ -29,7 +29,6 @@ from data.corpus import Corpus, MetricSums, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
-from run.corpus_check import CorpusCheck
 from run.load import LoadedModel, load_with_source
 from run.settings import EvaluateConfig
 from run.stored_settings import USE_ITS_CODE, unknown_settings
@@ -51,11 +50,11 @@ def main(config: EvaluateConfig) -> None:
     corpus = load_corpus(settings)
     settings = corpus.fill_in(settings)
     check_tokenizer(config.run, loaded.tokenizer, loaded.model.config.vocab_size, corpus)
-    accelerator = start_accelerator(settings)
+    corpus.verify()
+    accelerator = start_accelerator(settings, corpus.max_verification_seconds)
     model = loaded.model.to(accelerator.device)
     assert model.config.vocab_size is not None, "it is set before a model is built"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
-    CorpusCheck(corpus.verification, accelerator, settings.timeout_seconds).require_verified()
     with accelerator.autocast():
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     losses_by_position = [metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")]

@@ -70,7 +70,8 @@ def main(config: TrainConfig) -> None:
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
         run.check(config)
-        accelerator = start_accelerator(config)
+        corpus.verify()  # once for each machine, where the other processes wait for the first in start_accelerator
+        accelerator = start_accelerator(config, corpus.max_verification_seconds)
         check_same_settings(config, accelerator)
         stop_signal = StopSignal()  # installs the handlers
         start = run.open(config, accelerator)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -14,9 +15,9 @@ from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
+from distributed.world import is_local_main_process
 
-if TYPE_CHECKING:
-    from data.integrity import Verification
+SLOWEST_BYTES_PER_SECOND = 20_000_000  # of a disk that is read to verify a corpus
 
 MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
 """(sum, count) of each metric by name. A function must return the same names in every call."""
@@ -47,8 +48,8 @@ class Corpus:
     """Number of samples of each corpus in every MIX_BLOCK training samples; None: no mixture."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as the hash of its files and tokenizer: {"data.hash": ...}."""
-    verification: "Verification | None" = None
-    """Compares the files with their hashes while training runs; None: no files."""
+    metadata: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    """Content of metadata.json of each corpus folder; {} for generated data."""
     score: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
     label t + 1) and the batch."""
@@ -64,6 +65,29 @@ class Corpus:
     def fill_in(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
         return replace_settings(config, {"model.vocab_size": self.vocab_size} | self.settings)
+
+    def verify(self) -> None:
+        """Compare the files with their recorded hashes, on the first process of each machine.
+
+        Call it before the process group exists, whose timeout a long verification would exceed.
+
+        Raises:
+            ConfigError: a file has another content than data.prepare wrote, or cannot be read.
+        """
+        if self.metadata and is_local_main_process():
+            from data.integrity import verify  # imports pyarrow, which is slow and needed by no other source
+
+            verify(self.metadata)
+
+    @property
+    def file_sizes(self) -> list[int]:
+        """Bytes of each file; [] for generated data."""
+        return [entry["bytes"] for metadata in self.metadata.values() for entry in metadata["files"].values()]
+
+    @property
+    def max_verification_seconds(self) -> int:
+        """Upper bound of the time that `verify` takes."""
+        return sum(self.file_sizes) // SLOWEST_BYTES_PER_SECOND
 
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
         """Return the sample indices of every global batch of a run."""
@@ -120,9 +144,7 @@ def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int 
 
 
 def _load_text(config: TrainConfig) -> Corpus:
-    # These import pyarrow, which is slow and needed by no other source.
-    from data.integrity import Verification
-    from data.text import MixedDataset, TextCorpus, TextDataset
+    from data.text import MixedDataset, TextCorpus, TextDataset  # imports pyarrow
 
     data = config.data
     corpora = [TextCorpus(path) for path in data.corpora]
@@ -154,7 +176,7 @@ def _load_text(config: TrainConfig) -> Corpus:
         vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
         quotas=quotas if data.mix else None,
         settings={"data.hash": content_hash, "data.packing": packing},
-        verification=Verification(corpora),
+        metadata={corpus.path: corpus.metadata for corpus in corpora},
         end_of_text=corpora[0].end_of_text,
         conversations=conversations,
     )

@@ -8,19 +8,19 @@ in the corpus folder or, where that cannot be written, in the user's cache.
 import json
 import os
 import re
-import threading
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
 from config.errors import ConfigError
 from data.files import sha256
 from data.json_objects import parse_object
-from distributed.cores import lower_thread_priority
+from distributed.world import is_main_process
 
 SPLITS = ("train", "validation")
 NUM_THREADS = min(4, os.cpu_count() or 1)  # one thread hashes slower than a disk reads
@@ -117,92 +117,71 @@ def open_columns(file: Path) -> list[pa.ListArray]:
         raise ConfigError(f"data: {file} is damaged: {error or 'it is empty'}; {REMEDY}") from None
 
 
-class Verification:
-    """Reads the files of corpora (data.text.TextCorpus) in the background, and compares them with metadata.json."""
+def verify(corpora: dict[Path, dict]) -> None:
+    """Compare the SHA-256 of every file with the recorded one, except those compared before and not changed since.
 
-    problem: str | None = None
-    """The first damaged file and what is wrong with it, set as soon as it is found."""
+    Called by one process of each machine. The main process shows a progress bar on a terminal, elsewhere one line.
 
-    def __init__(self, corpora: list):
-        self.corpora = corpora
-        self.files = [(corpus, name) for corpus in corpora for name in corpus.metadata["files"]]
-        self.num_bytes = sum(corpus.metadata["files"][name]["bytes"] for corpus, name in self.files)
-        self.num_bytes_read = 0
-        self._verified: dict[Path, tuple[list[int], str]] = {}  # stamps and hashes
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+    Args:
+        corpora: the metadata of each corpus folder.
 
-    def start(self) -> None:
-        """Start, unless it is running; after an earlier run, only files with another stamp are read again."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, daemon=True, name="verification")
-            self._thread.start()
+    Raises:
+        ConfigError: a file has another content than data.prepare wrote, or cannot be read.
+    """
+    unread = [(folder, file, entry) for folder in corpora for file, entry in _unverified(folder, corpora[folder])]
+    if not unread:
+        return
+    total = sum(entry["bytes"] for *_, entry in unread)
+    bar = tqdm(
+        desc="Verifying the corpus",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=None if is_main_process() else True,  # None: tqdm disables itself outside a terminal
+        leave=False,
+        file=sys.stderr,
+    )
+    if bar.disable and is_main_process():
+        print(f"verifying {len(unread)} files of the corpus, {total:,} bytes ...", file=sys.stderr, flush=True)
+    with bar, ThreadPoolExecutor(NUM_THREADS) as pool:
+        lines = pool.map(_verify_file, *zip(*unread, strict=True))
+        for (folder, _, entry), line in zip(unread, lines, strict=True):
+            _record(folder, line)
+            bar.update(entry["bytes"])
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the verification ends, at most `seconds`; return whether it has ended."""
-        assert self._thread is not None, "started"
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
 
-    def describe(self, done: bool) -> str:
-        """Describe what is verified, for the start of a run; `done`: the verification has ended on all machines."""
-        files = f"{len(self.files)} files, {self.num_bytes:,} bytes"
-        if not done:
-            return f"{files}, being verified in the background; no checkpoint is saved before"
-        skipped = self.num_bytes - self.num_bytes_read
-        read = f"{self.num_bytes_read:,} bytes read"
-        return f"{files}, verified: {read}, {skipped:,} skipped as unchanged since the last check"
+def _unverified(folder: Path, metadata: dict) -> list[tuple[str, dict]]:
+    """Return the names and entries of the files that have no line in a record."""
+    recorded = set()
+    for record in _records(folder):
+        with suppress(OSError):
+            recorded.update(record.read_text(errors="replace").splitlines())
+    return [(file, entry) for file, entry in metadata["files"].items() if _line(folder, file, entry) not in recorded]
 
-    def _run(self) -> None:
-        try:
-            for corpus in self.corpora:
-                self._recall(corpus)
-            with ThreadPoolExecutor(NUM_THREADS, "verification", initializer=lower_thread_priority) as pool:
-                list(pool.map(self._verify, *zip(*self.files, strict=True)))
-        except Exception as error:  # what cannot be read is not verified
-            self._fail(f"a corpus cannot be verified: {type(error).__name__}: {error}")
 
-    def _verify(self, corpus, name: str) -> None:
-        file, expected = corpus.path / name, corpus.metadata["files"][name]["sha256"]
-        stamp = file_stamp(file)
-        if self.problem or self._verified.get(file) == (stamp, expected):
+def _verify_file(folder: Path, file: str, entry: dict) -> str:
+    """Return the line that records the file as verified."""
+    try:
+        line = _line(folder, file, entry)  # before it is read, so that a later change makes another line
+        if sha256(folder / file) == entry["sha256"]:
+            return line
+        problem = "has another content than data.prepare wrote"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    raise ConfigError(f"data: {folder / file} {problem}; {REMEDY}")
+
+
+def _line(folder: Path, file: str, entry: dict) -> str:
+    return json.dumps([file, file_stamp(folder / file), entry["sha256"]])
+
+
+def _record(folder: Path, line: str) -> None:
+    for record in _records(folder):
+        with suppress(OSError):  # without a record the next start reads the file again
+            record.parent.mkdir(parents=True, exist_ok=True)
+            with open(record, "a") as file:  # a line at a time: several machines may write it
+                file.write(line + "\n")
             return
-        if sha256(file) != expected:
-            self._fail(f"{file} has another content than data.prepare wrote")
-            return
-        try:  # the tokens, too: a hostile author can compute hashes
-            columns = open_columns(file)
-            for column in columns:
-                column.validate(full=True)
-            largest = np.max(np.from_dlpack(columns[0].values), initial=0)
-            if largest >= corpus.vocab_size:
-                raise ValueError(f"it has token {largest}, but the tokenizer has {corpus.vocab_size} tokens")
-        except (pa.ArrowException, ValueError) as error:
-            self._fail(f"{file} is damaged: {error}")
-        else:
-            self._remember(corpus, name, stamp, expected)
-
-    def _fail(self, problem: str) -> None:
-        self.problem = self.problem or f"data: {problem}; {REMEDY}"
-
-    def _recall(self, corpus) -> None:
-        for record in _records(corpus.path):
-            with suppress(OSError):
-                for line in record.read_bytes().splitlines():
-                    with suppress(ValueError, TypeError):  # half a line, of a process that was killed
-                        name, stamp, found = json.loads(line)
-                        self._verified[corpus.path / name] = (stamp, found)
-
-    def _remember(self, corpus, name: str, stamp: list[int], found: str) -> None:
-        with self._lock:
-            self.num_bytes_read += stamp[0]
-            self._verified[corpus.path / name] = (stamp, found)
-            for record in _records(corpus.path):
-                with suppress(OSError):  # then the next start reads the file again
-                    record.parent.mkdir(parents=True, exist_ok=True)
-                    with open(record, "a") as file:  # a line at a time: several machines may write it
-                        file.write(json.dumps([name, stamp, found]) + "\n")
-                    return
 
 
 def _records(folder: Path) -> list[Path]:

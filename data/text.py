@@ -114,7 +114,7 @@ class TextDataset(Dataset):
                     is_target[b, :end] = 1
                 begins_document[b, boundaries[:-1]] = True
             labels = np.where(is_target, input_ids, -100)
-        # The files may not be verified yet, and a token beyond the model's table would read other memory.
+        # A corpus that data.prepare did not write may have such a token, and hashes that match.
         if (largest := input_ids.max(initial=0)) >= self.corpus.vocab_size:
             problem = f"token {largest} in {self.split}, but the tokenizer has {self.corpus.vocab_size} tokens"
             raise ConfigError(f"data: {self.corpus.path} is damaged: {problem}; {REMEDY}")

@@ -37,10 +37,11 @@ def uses_cpu(environment: Mapping[str, str]) -> bool:
     return env_flag(environment, "ACCELERATE_USE_CPU") or not has_device
 
 
-def join_process_group(config: TrainConfig) -> None:
+def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
     """Initialise the process group, unless there is only one process or it is already initialised.
 
-    The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU.
+    The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU. A process waits for the others for
+    `timeout_seconds`, and for as long as some of them may be delayed: `max_delay_seconds`.
     """
     if num_processes() == 1 or dist.is_initialized():
         return
@@ -50,9 +51,11 @@ def join_process_group(config: TrainConfig) -> None:
     # Groups created later without a timeout, such as DeviceMesh's for hybrid sharding, use these defaults of torch.
     c10d.default_pg_timeout = timeout
     c10d.default_pg_nccl_timeout = timeout  # pyright: ignore[reportPrivateImportUsage]
+    store = fresh_store(process_rank(), num_processes(), config.timeout_seconds + max_delay_seconds)
+    store.set_timeout(timeout)
     dist.init_process_group(
         "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
-        store=fresh_store(process_rank(), num_processes(), config.timeout_seconds),
+        store=store,
         rank=process_rank(),
         world_size=num_processes(),
         timeout=timeout,
@@ -60,14 +63,14 @@ def join_process_group(config: TrainConfig) -> None:
     )
 
 
-def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Initialise the process group and return the Accelerator of this process."""
+def start_accelerator(config: TrainConfig, max_delay_seconds: int = 0) -> Accelerator:
+    """Initialise the process group (see `join_process_group`) and return the Accelerator of this process."""
     use_cpu = uses_cpu(os.environ)
     if use_cpu:
         prepare_cpu()
     if config.exact:
         prepare_exact()
-    join_process_group(config)
+    join_process_group(config, max_delay_seconds)
     accelerator = Accelerator(
         cpu=use_cpu,
         fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,

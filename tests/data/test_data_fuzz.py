@@ -11,7 +11,7 @@ import pytest
 
 import data.prepare.prepare
 from config.errors import ConfigError
-from data.integrity import Verification, metadata_digest
+from data.integrity import metadata_digest, verify
 from data.text import TextCorpus, TextDataset
 from tests.data.prepare.test_prepare import make, make_documents, texts, write_jsonl
 
@@ -62,11 +62,7 @@ def read_all(path):
             dataset = TextDataset(corpus, split, 32, packing)
             samples += [array.tolist() for array in dataset.arrays(range(len(dataset))).values()]
             samples.append(dataset.num_bytes)
-    verification = Verification([corpus])
-    verification.start()
-    assert verification.wait()
-    if verification.problem:
-        raise ConfigError(verification.problem)
+    verify({corpus.path: corpus.metadata})
     return corpus.metadata["hash"], corpus.vocab_size, corpus.end_of_text, samples
 
 

@@ -9,12 +9,10 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections import Counter
 from hashlib import blake2b, sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -30,15 +28,15 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import replace_settings
 from data.corpus import load_corpus
-from data.integrity import Verification, content_hash, metadata_digest, open_columns
+from data.files import sha256 as hash_file
+from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from run import corpus_check
-from run.corpus_check import CorpusCheck
+from tests import forked
 from tests.conftest import ROOT, environment, metrics, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 
@@ -473,12 +471,13 @@ def flip(file, count):
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def verify(*paths):
-    """Run a verification to its end and return it."""
-    verification = Verification([TextCorpus(str(path)) for path in paths])
-    verification.start()
-    assert verification.wait()
-    return verification
+def files_read(*paths):
+    """Verify corpora; return the files that were read for it."""
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.integrity.sha256", lambda file: read.append(file) or hash_file(file))
+        verify({path: TextCorpus(str(path)).metadata for path in paths})
+    return sorted(read)
 
 
 @pytest.fixture
@@ -493,49 +492,48 @@ def copy_unverified(corpus, copy):
     return shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns(".verified"))
 
 
-def test_verification_rereads_only_modified_files(corpus, folder):
-    size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
-    for expected in (size, 0):
-        verification = verify(corpus)
-        assert verification.problem is None and verification.num_bytes_read == expected
-    touched = corpus / "train" / "000000.arrow"
-    os.utime(touched)
-    assert verify(corpus).num_bytes_read == touched.stat().st_size
+def test_verification_reads_only_new_and_modified_files(corpus, folder):
+    files = sorted(corpus.glob("*/*.arrow"))
+    assert files_read(corpus) == files and files_read(corpus) == []
+    os.utime(files[0])
+    assert files_read(corpus) == files[:1] and files_read(corpus) == []
     copy = shutil.copytree(corpus, corpus.with_name("copy"))  # including times and the record of verified files
-    assert verify(copy).num_bytes_read == size
-    mixed = verify(corpus, copy_unverified(folder / "b", corpus.with_name("b")))
-    assert mixed.problem is None and mixed.num_bytes_read == mixed.num_bytes - size
+    assert files_read(copy) == sorted(copy.glob("*/*.arrow"))
+    other = copy_unverified(folder / "b", corpus.with_name("b"))
+    assert files_read(corpus, other) == sorted(other.glob("*/*.arrow"))
 
 
 def test_verification_names_changed_file(corpus):
-    verify(corpus)
+    files_read(corpus)
     file = corpus / "validation" / "000001.arrow"
     whole = file.read_bytes()
     flip(file, 100)
     for _ in range(2):
-        assert str(file) in verify(corpus).problem
+        with pytest.raises(ConfigError, match=f"{file} has another content"):
+            files_read(corpus)
     file.write_bytes(whole)
-    assert verify(corpus).problem is None
+    assert files_read(corpus) == [file]
 
 
-def test_corpus_check_finds_change_at_save(corpus, monkeypatch):
-    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: mine)
-    check = CorpusCheck(Verification([TextCorpus(str(corpus))]), SimpleNamespace(is_local_main_process=True), 60)
-    assert "verified: " in check.wait_briefly()
-    check.require_verified()
-    flip(corpus / "train" / "000000.arrow", 100)
-    with pytest.raises(ConfigError, match="train/000000.arrow"):
-        check.require_verified()
+def test_interrupted_verification_continues(corpus):
+    """The files that were read before are not read again."""
+    files = sorted(corpus.glob("*/*.arrow"))
+    whole = files[-1].read_bytes()
+    flip(files[-1], 100)
+    with pytest.raises(ConfigError, match=files[-1].name):
+        files_read(corpus)
+    files[-1].write_bytes(whole)
+    assert files_read(corpus) == files[-1:]
 
 
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow imports pandas for many of its calls, which costs each process half a second and 35 MB."""
-    code = "import sys; from data.integrity import Verification; from data.text import TextCorpus, TextDataset\n"
+    code = "import sys; from data.integrity import verify; from data.text import TextCorpus, TextDataset\n"
     code += f"corpus = TextCorpus({str(corpus)!r}); TextDataset(corpus, 'train', 32, 'padded')[0]\n"
-    code += "check = Verification([corpus]); check.start(); check.wait(); print('pandas' in sys.modules, check.problem)"
+    code += "verify({corpus.path: corpus.metadata}); print('pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.stdout == "False None\n", done.stdout + done.stderr
+    assert done.stdout == "False\n", done.stdout + done.stderr
 
 
 def test_verification_of_read_only_corpus_uses_cache(corpus, monkeypatch):
@@ -547,29 +545,31 @@ def test_verification_of_read_only_corpus_uses_cache(corpus, monkeypatch):
         return original(file, mode, *arguments, **named)
 
     monkeypatch.setattr("builtins.open", read_only)
-    assert verify(corpus).num_bytes_read > 0 == verify(corpus).num_bytes_read
+    assert files_read(corpus) and not files_read(corpus)
     assert not (corpus / ".verified").exists()
 
 
 def test_verification_survives_damaged_record(corpus, tmp_path):
-    verify(corpus)
+    files_read(corpus)
     memory, precious = corpus / ".verified", tmp_path / "precious"
     lines = memory.read_text()
-    for damage in ("", "\0\xff", lines[:50], lines.replace('"]', '0"]'), '[[], {}, 3]\n["x", 1]\n3\n', lines * 2):
-        memory.write_text(damage)
-        assert verify(corpus).problem is None
+    for damage in (b"", b"\0\xff", lines[:50].encode(), lines.replace('"]', '0"]').encode()):
+        memory.write_bytes(damage)
+        assert files_read(corpus) == sorted(corpus.glob("*/*.arrow"))
     memory.unlink()
     precious.write_text("mine")
     memory.symlink_to(precious)
-    assert verify(corpus).problem is None and precious.read_text() == "mine"
+    files_read(corpus)
+    assert precious.read_text() == "mine"
 
 
 def test_verification_reports_unreadable_file(corpus, monkeypatch):
     def broken(*arguments):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("data.integrity.sha256", broken)
-    assert "Input/output error" in verify(corpus).problem
+    monkeypatch.setattr("tests.data.test_text.hash_file", broken)
+    with pytest.raises(ConfigError, match="arrow cannot be read: Input/output error"):
+        files_read(corpus)
 
 
 def rewrite(corpus, change, name="train/000000.arrow"):
@@ -603,8 +603,6 @@ def test_hostile_arrow_file_is_read_within_bounds(corpus, folder):
 
 @pytest.mark.parametrize("packing", ["concat", "padded"])
 def test_hostile_token_or_offset_is_detected(corpus, packing):
-    """Both the reader and the verification detect it."""
-
     def hostile(content):
         first_row = np.array(rows(corpus)[0][:8], np.uint16).tobytes()
         offsets = np.array([0, len(rows(corpus)[0])], np.int32).tobytes()
@@ -616,32 +614,6 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
     with pytest.raises(ConfigError, match="damaged"):
         dataset = open_split(corpus, packing=packing)
         [dataset[i] for i in range(2)]
-    for _ in range(2):  # a damaged file is not recorded as verified
-        assert "train/000000.arrow is damaged" in verify(corpus).problem
-
-
-def test_corpus_check_reports_damage_on_all_processes(corpus, monkeypatch):
-    """Three processes on two machines: two verify the files, one does not, and none waits forever."""
-    flip(corpus / "train" / "000000.arrow", 100)
-    release, original = threading.Event(), Verification._verify
-    monkeypatch.setattr(Verification, "_verify", lambda *arguments: release.wait() and original(*arguments))
-    monkeypatch.setattr(corpus_check, "GRACE_SECONDS", 0.01)
-    verifications = [Verification([TextCorpus(str(corpus))]) for _ in range(3)]
-    gathered = []
-    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: gathered.extend(mine) or [*gathered])
-    checks = [
-        CorpusCheck(verification, SimpleNamespace(is_local_main_process=reads), timeout_seconds=0.02)
-        for verification, reads in zip(verifications, (True, True, False), strict=True)
-    ]
-    for check in checks:
-        assert "being verified" in check.wait_briefly() and not check.failed
-    assert [done for done, *_ in gathered] == [False, False, True], "training starts meanwhile"
-    release.set()
-    assert verifications[0].wait() and checks[0].failed and not checks[2].failed
-    for check in checks:
-        with pytest.raises(ConfigError, match="000000.arrow"):
-            check.require_verified()
-    CorpusCheck(None, SimpleNamespace(is_local_main_process=True), 1).require_verified()
 
 
 @pytest.mark.parametrize(
@@ -682,6 +654,48 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_damaged_corpus_ends_the_run_before_anything_is_written(corpus, folder, runs, processes):
+    flip(corpus / "validation" / "000001.arrow", 100)
+    words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
+    launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())
+    launch.wait(120)
+    assert launch.processes[0].exitcode == 2
+    [error] = [line for line in launch.output()[1].splitlines() if "train.py: error" in line]
+    assert "validation/000001.arrow has another content" in error
+    assert not runs.exists()
+
+
+SLOW = """
+import time
+from cli import scripts
+from data import corpus, integrity
+sha256, corpus.SLOWEST_BYTES_PER_SECOND = integrity.sha256, 500
+
+def slow(file):
+    print("reading", file.name, flush=True)
+    time.sleep(3)
+    return sha256(file)
+
+integrity.sha256 = slow
+scripts.run_and_exit("train")
+"""
+
+
+def test_verification_may_take_longer_than_timeout_seconds(corpus, folder, runs):
+    """One process of the machine reads the files while the other waits; the next start reads none."""
+    words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 2]
+    words += ["--global_batch_size", 4, "--evaluation.every", 0]
+    for steps, num_read in ((1, len([*corpus.glob("*/*.arrow")])), (2, 0)):
+        command = [SLOW, *map(str, words), "--name", "run", "--steps", str(steps), "--schedule.name", "constant"]
+        done = forked.run("-c", command, 2, environment())
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("reading") == num_read
+        assert done.stderr.count("verifying") == bool(num_read)
+        size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
+        assert f"corpus: {len([*corpus.glob('*/*.arrow')])} files, {size:,} bytes, verified" in done.stdout
+
+
 def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
     """Both changed tokens in a file of the same size and time, and another corpus at the same path."""
     path, run = tmp_path / "a", runs / "run"
@@ -691,15 +705,11 @@ def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
     assert "verified" in done.stdout and (path / ".verified").exists()
     saved = content(run / "checkpoints")
     flip(path / "train" / "000001.arrow", 300)
-    for processes, faults in ((2, "late:0:0"), (0, "")):  # detected in the background, then before the first step
-        done = train_text(folder, runs, *arguments, processes=processes, faults=faults, exit_code=1 if processes else 2)
-        [error] = [line for line in done.stderr.splitlines() if "train.py: error" in line]
-        assert "000001.arrow has another content" in error
-        assert "being verified" in done.stdout or not processes
-        assert "[step" not in done.stdout or processes
-        assert content(run / "checkpoints") == saved
-        status = json.loads((run / "status.json").read_text())
-        assert status["state"] == "failed" and "000001.arrow" in status["reason"]
+    done = train_text(folder, runs, *arguments, exit_code=2)
+    assert "000001.arrow has another content" in done.stderr and "[step" not in done.stdout
+    assert content(run / "checkpoints") == saved
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "failed" and "000001.arrow" in status["reason"]
     shutil.rmtree(path)
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
     done = train_text(folder, runs, *arguments, exit_code=2)

@@ -106,8 +106,6 @@ if KIND == "kill_after_shards":
     saver.sha256 = dying(saver.sha256)
 if KIND == "kill_before_rename":
     saver.os.rename = dying(os.rename)
-if KIND == "late":  # a corpus so large that training starts before it is verified
-    train.CorpusCheck.wait_briefly = lambda check: check.verification.describe(done=False)
 if os.environ.get("LIE_ABOUT_FREE_SPACE"):
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
 

@@ -1,17 +1,12 @@
-"""Training waits at most `timeout_seconds` for loaders, saves, trackers and the verification of a corpus."""
+"""Training waits at most `timeout_seconds` for loaders, saves and trackers."""
 
 import os
 import shutil
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 
-from config.errors import RunError
-from run import corpus_check
-from run.corpus_check import CorpusCheck
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from tests.distributed.test_signals import WAIT_SECONDS, children, start, status
 from tests.support import forked
@@ -94,21 +89,3 @@ def test_hanging_tracker_does_not_delay_finished_run(runs, tmp_path):
     done = train(*arguments, "--name", "run", PYTHONPATH=str(tmp_path))
     assert "wandb has not finished after 3 s" in done.stdout and done.stdout.endswith("Training finished.\n")
     assert status(runs / "run")["state"] == "finished"
-
-
-@pytest.mark.parametrize(("stopping", "rounds"), [(True, 1), (False, 3)])
-def test_stalled_corpus_verification_ends_the_run(stopping, rounds, monkeypatch):
-    """Reading advances in the first two rounds, then stalls; another machine has read its 10 bytes."""
-    monkeypatch.setattr(corpus_check, "gather_object", lambda mine: [*mine, (True, None, 10)])
-    reading = iter((5, 7, 7, 7, 7))
-    verification = SimpleNamespace(problem=None, num_bytes=10, num_bytes_read=0, start=lambda: None)
-
-    def wait(seconds):
-        verification.num_bytes_read = next(reading)
-        return False
-
-    verification.wait = wait
-    check = CorpusCheck(verification, Accelerator(cpu=True), timeout_seconds=60)
-    with pytest.raises(RunError, match=f"after {30 * rounds} s only [57] of 10 bytes were read"):
-        check.require_verified(stopping)
-    assert len(list(reading)) == 5 - rounds
