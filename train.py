@@ -139,9 +139,6 @@ def train(
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus_status, corpus.conversations))
 
         first_micro_batches = next(batches)
-        # Each save compares with this: it fails if training has changed state that checkpoints do not contain, such as
-        # a counter that an optimizer keeps as a Python number.
-        saver.record_unsaved_state(state.network, state.optimizer)
         warm_up(state, first_micro_batches[0])  # without an update: compiles, fixes DDP's bucket order
         # Evaluate the initial weights, unless only the last step is evaluated.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
