@@ -23,7 +23,6 @@ from torch import nn
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import launch_facts, provenance
 from checkpoint.tokenizer_files import expected_hashes, hash_files
-from checkpoint.unsaved_state import UnsavedState, check_optimizer_state
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.files import fsync, sha256
@@ -61,11 +60,6 @@ class Saver(AbstractContextManager):
             self.group = group
         self.executor = futures.ThreadPoolExecutor(1, "checkpoint", initializer=lower_thread_priority)
         self.pending: futures.Future[None] | None = None
-        self.unsaved: UnsavedState | None = None
-
-    def record_unsaved_state(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Record the state before training, so that a save can refuse state that a checkpoint would not contain."""
-        self.unsaved = UnsavedState(network, optimizer)
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         # After any other exception a process may be gone, and waiting would end in a timeout.
@@ -87,13 +81,10 @@ class Saver(AbstractContextManager):
         """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
 
         `model` and `optimizer` are those that Accelerate prepared; `skipped` is the number of skipped updates, in total
-        and in a row at the end. Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for state
-        that no checkpoint contains.
+        and in a row at the end. Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values
+        in `optimizer.state` that are not tensors.
         """
         self.wait()
-        if self.unsaved is not None:
-            check_optimizer_state(self.unsaved.network, optimizer)
-            self.unsaved.check()
         from checkpoint import storage  # slow to import, and not needed before
 
         tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))

@@ -45,12 +45,35 @@ def state_tensors(
     """Return the content of a checkpoint, as `model.*` and `optimizer.*`; called by all processes together.
 
     Learning rates, betas and the like are omitted, because they are functions of the config and the step. An optimizer
-    without moments takes a step to create them, unless `with_moments` is False.
+    without moments takes a step to create them, unless `with_moments` is False. Raise ConfigError if `optimizer.state`
+    has a value other than tensors.
     """
+    require_tensors(model, optimizer)
     weights, moments = get_state_dict(model, optimizer if with_moments else (), options=FLATTENED)
     state = {f"model.{name}": value for name, value in weights.items()}
     state |= {f"optimizer.{name}": value for name, value in moments.items()}
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def require_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError with every entry of the optimizer's state that is not a tensor."""
+    names: dict[torch.Tensor, str] = {
+        parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()
+    }  # DDP's prefix
+    found: dict[str, list[str]] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not torch.is_tensor(value):
+                found.setdefault(key, []).append(f"{value!s:.40} ({type(value).__name__}) of {names[parameter]}")
+    if found:
+        entries = "; ".join(
+            f"state[{key!r}] = {first}" + (f" and those of {len(others)} other parameters" if others else "")
+            for key, (first, *others) in found.items()
+        )
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} keeps {entries}; checkpoints contain only tensors, so a resumed "
+            "run would lose this; use torch.tensor(...)"
+        )
 
 
 def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,10 +5,13 @@ import math
 import shutil
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -66,6 +69,8 @@ class Trained:
     """Gradients at the first update, in the order of the optimizer's groups."""
     state: dict[str, Tensor]
     """Weights and moments after the last step, by their names in a checkpoint."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    """Values that no checkpoint contains, after the last step; see `unsaved_attributes`."""
 
 
 def copy_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -84,6 +89,36 @@ def record_first_gradients() -> Iterator[list[Tensor]]:
         yield gradient
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def record_attributes() -> Iterator[dict[str, str]]:
+    """Yield a dict that receives, after the training inside, the `unsaved_attributes` of its model and optimizer."""
+    attributes, built, build = {}, [], train.build_optimizer
+
+    def build_and_record(network: nn.Module, *arguments: Any) -> torch.optim.Optimizer:
+        built.append((network, build(network, *arguments)))
+        return built[-1][1]
+
+    with patch.object(train, "build_optimizer", build_and_record):
+        yield attributes
+    attributes |= unsaved_attributes(*built[-1])
+
+
+def unsaved_attributes(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return attributes that are numbers, strings, tensors or collections, and non-persistent buffers, as text."""
+    owners = {"optimizer": vars(optimizer)}
+    owners |= {f"optimizer.param_groups[{i}]": group for i, group in enumerate(optimizer.param_groups)}
+    for name, module in network.named_modules():
+        unsaved = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        owners[f"model.{name}".removesuffix(".")] = vars(module) | unsaved
+    saved = ("state", "params", "param_groups", "_parameters", "_buffers", "_modules")
+    return {
+        f"{owner}.{key}": repr(value)
+        for owner, values in owners.items()
+        for key, value in values.items()
+        if key not in saved and isinstance(value, int | float | str | list | tuple | dict | deque | Tensor)
+    }
 
 
 class Autocast(nn.Module):
@@ -195,13 +230,13 @@ class Verification:
     def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
         """Train with train.py's main."""
         run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
-        with nested_training(), record_first_gradients() as gradient:
+        with nested_training(), record_first_gradients() as gradient, record_attributes() as attributes:
             train.main(run)
         path = Path(run.out_dir, run.run_name)
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
         network, optimizer = self.build()
         saver.load_checkpoint(saver.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
-        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
+        return Trained(rows, gradient, storage.state_tensors(network, optimizer), attributes)
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         """Build the model and its optimizer on the device, as train.py does before Accelerate prepares them."""
@@ -279,14 +314,20 @@ class Verification:
         return max(gradient, logged) < self.tolerance, f"gradient within {gradient:.1e}, {worst} within {logged:.1e}"
 
     def resuming_is_bitwise(self) -> Result:
-        """Compare a run that was stopped and resumed with one that was not."""
+        """Compare a run that was stopped and resumed with one that was not, and name state that the resume lost."""
         exact = self.device.type == "cuda" and self.can_be_exact  # on CUDA only deterministic algorithms repeat bits
         self.train("resumed", exact, self.config.steps // 2)
         uninterrupted = self.train("uninterrupted-exact", True) if exact else self.uninterrupted
         resumed = self.train("resumed", exact)
         holds, figure = self.same_bits(uninterrupted, resumed)
         if not holds:
-            figure += "; keep all state in parameters, buffers and tensors of optimizer.state"
+            values = uninterrupted.attributes
+            lost = [name for name, value in resumed.attributes.items() if values.get(name) != value]
+            figure += (
+                "; checkpoints contain only parameters, buffers and the tensors in optimizer.state, so a resumed run "
+                "loses any other state, such as a Python number, an iterator or a random generator of the model, the "
+                f"optimizer or the data; attributes with another value after the resume: {', '.join(lost) or 'none'}"
+            )
         different = set()
         for one, other in zip(uninterrupted.rows, resumed.rows, strict=True):
             different |= {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
@@ -304,9 +345,9 @@ class Verification:
 
     def same_bits(self, one: Trained, other: Trained) -> Result:
         """Compare weights and moments bit by bit."""
-        different = sum(not torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())
-        steps = self.config.steps
-        return not different, f"{different} of {len(one.state)} weights and moments differ after {steps} steps"
+        different = [name for name, tensor in one.state.items() if not torch.equal(tensor, other.state[name])]
+        figure = f"{len(different)} of {len(one.state)} weights and moments differ after {self.config.steps} steps"
+        return not different, f"{figure}; the first one is {different[0]}" if different else figure
 
     def order_is_a_permutation(self) -> Result:
         """Check that every epoch visits each sample once, over all processes."""

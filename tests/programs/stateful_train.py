@@ -1,4 +1,7 @@
-"""train.py of a fork that keeps state in the place that the environment variable STATE names."""
+"""A fork that keeps state in the place that the environment variable STATE names; runs train.py, or verify.py's check.
+
+Without one of the checkpoint's places, a resumed run differs: the state scales the learning rate or the loss.
+"""
 
 import os
 import sys
@@ -9,44 +12,55 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import train
+from checks import verification
+from checks.short_run import parse_short_run
 from cli import scripts
+
+STATE = os.environ["STATE"]
 
 
 class CountingSGD(torch.optim.Optimizer):
     """SGD with a learning rate that decays with its number of steps."""
 
-    def __init__(self, model, lr):
-        super().__init__(list(model.parameters()), {"lr": lr, "count": 0})
+    def __init__(self, model, *_):
+        super().__init__(list(model.parameters()), {"lr": 0.1, "count": 0})
         self.count = 0
 
     @torch.no_grad()
     def step(self, closure=None):
         group = self.param_groups[0]
+        self.count += STATE == "optimizer attribute"
+        group["count"] += STATE == "parameter group"
         for weight in group["params"]:
             state = self.state[weight]
-            first = torch.zeros(()) if os.environ["STATE"] == "tensor" else 0
-            state["step"] = state.get("step", first) + (1 if os.environ["STATE"] in ("number", "tensor") else 0)
-            if os.environ["STATE"] not in ("number", "tensor"):
-                state["step"] = torch.zeros(())
-            weight.sub_(group["lr"] / (1 + float(state["step"])) * weight.grad)
-        self.count += os.environ["STATE"] == "optimizer attribute"
-        group["count"] += os.environ["STATE"] == "parameter group"
+            state["step"] = state.get("step", torch.zeros(())) + (STATE == "tensor")
+            if STATE == "number":
+                state["step"], state["last"] = 1, 0.5
+            weight.sub_(group["lr"] / (1 + float(state["step"]) + self.count + group["count"]) * weight.grad)
 
 
 class Model(train.GPTModel):
     def __init__(self, config):
         super().__init__(config)
-        self.num_calls, self._num_calls, self.ema = 0, 0, torch.zeros(2)
+        self.num_calls, self.ema = 0, torch.zeros(2)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.zeros(2), persistent=False)
 
     def forward(self, *arguments, **named):
-        self._num_calls += 1
-        self.num_calls += os.environ["STATE"] == "model attribute"
-        if os.environ["STATE"] == "model tensor":
-            self.ema += 1
-        return super().forward(*arguments, **named)
+        self.num_calls += STATE == "model attribute"
+        self.ema += STATE == "model tensor"
+        self.table += STATE == "non-persistent buffer"
+        logits, loss, *metrics = super().forward(*arguments, **named)
+        if self.training:
+            assert loss is not None
+            loss = loss * (1 + self.num_calls + self.ema.sum() + self.table.sum())
+        return logits, loss, *metrics
 
 
 if __name__ == "__main__":
-    train.GPTModel = Model
-    train.build_optimizer = lambda model, config, ema_decay: CountingSGD(model, config.lr)
+    train.GPTModel = verification.GPTModel = Model
+    train.build_optimizer = verification.build_optimizer = CountingSGD
+    if "--verify_steps" in sys.argv:
+        verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
+        scripts.run_and_exit("verify", parse_short_run, module="checks.verification")
     scripts.run_and_exit("train")
