@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import gc
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,6 +127,7 @@ def train(
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
+        metrics: dict[str, Any] = {}
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             completed = step + 1
             log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
@@ -142,7 +144,7 @@ def train(
                 save_now, stop_now = True, completed < config.steps
             compare_now = should_compare_replicas(config, completed, save_now)
 
-            metrics = {}
+            metrics = {}  # of this step, logged and saved together
             if log_now or eval_now or save_now or compare_now:
                 digest = state_digest(state.network, state.optimizer, compare_at=completed if compare_now else None)
                 metrics["state/digest"] = str(digest)
@@ -220,8 +222,9 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.finish(num_targets, grad_norm)
-    # If non-finite updates are skipped, the host must read this step's result now to decide.
-    if not results.max_skipped or results.read(wait=True).finite:
+    # If updates may be skipped, the host must read the result of this step now to decide.
+    result = results.read(wait=True) if results.max_skipped else None
+    if result is None or result.finite:
         state.optimizer.step()
     state.optimizer.zero_grad()
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
 
-from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
+from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, rotate, step_directory
 from checkpoint.provenance import launch_facts, provenance
 from checkpoint.tokenizer_files import expected_hashes, hash_files
 from config.errors import ConfigError, RunError
@@ -28,6 +27,8 @@ from config.schema import TrainConfig
 from data.files import fsync, sha256
 from data.json_objects import finite_or_null
 from distributed.cores import lower_thread_priority
+from distributed.state_hash import state_digest
+from training.state import TrainState
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
 
@@ -70,27 +71,19 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     print(error, file=sys.stderr)
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        metrics: Mapping[str, float | str],
-        skipped: tuple[int, int],
-    ) -> None:
+    def save(self, step: int, state: TrainState, metrics: Mapping[str, float | str]) -> None:
         """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
 
-        `model` and `optimizer` are those that Accelerate prepared; `skipped` is the number of skipped updates, in total
-        and in a row at the end. Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values
-        in `optimizer.state` that are not tensors.
+        Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values in `optimizer.state`
+        that are not tensors.
         """
         self.wait()
         from checkpoint import storage  # slow to import, and not needed before
 
-        tensors = storage.state_tensors(model, optimizer, with_moments=bool(optimizer.state))
-        state = {"step": step, "skipped": skipped, "metrics": finite_or_null(metrics)}
+        tensors = storage.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
-        self.pending = self.executor.submit(self._write, copy, state)
+        rest = {"step": step, "skipped": state.results.skipped, "metrics": finite_or_null(metrics)}
+        self.pending = self.executor.submit(self._write, copy, rest)
         if not self.config.asynchronous:
             self._wait_for_thread()  # the next self.wait raises any other error
 
@@ -189,8 +182,14 @@ class Saver(AbstractContextManager):
         return gathered
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and moments in place; see `storage.read`."""
+def load_checkpoint(path: Path, state: TrainState) -> None:
+    """Load a valid checkpoint into the state; called by all processes together.
+
+    Raise RunError if the loaded weights and moments have another digest than the manifest records.
+    """
     from checkpoint import storage  # slow to import, and not needed without a checkpoint
 
-    storage.read(path, model, optimizer)
+    storage.read(path, state.model, state.optimizer)
+    manifest = read_manifest(path)
+    state.results.skipped = manifest.skipped
+    state_digest(state.network, state.optimizer).require_equal(manifest.metrics.get("state/digest"), path)

@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
 import train
-from checkpoint import saver, storage
+from checkpoint import storage
+from checkpoint.manifest import step_directory
 from checks.gradients import gradient_errors
 from checks.model import (
     Result,
@@ -51,12 +52,12 @@ from model.config import FAMILIES
 from model.gpt import GPTModel
 from run.metrics_log import read_rows
 from run.resolve import resolve
-from training.block_stats import BlockStatistics, total_norm
+from training.block_stats import total_norm
 from training.gradients import complete_gradients, trainable_parameters
-from training.metrics import MetricsQueue
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
-from training.step import GradientReducer, TrainState, train_step, warm_up
+from training.results import Results
+from training.state import GradientReducer, TrainState
 
 
 @dataclass
@@ -235,7 +236,7 @@ class Verification:
         path = Path(run.out_dir, run.run_name)
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
         network, optimizer = self.build()
-        saver.load_checkpoint(saver.step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
+        storage.read(step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
         return Trained(rows, gradient, storage.state_tensors(network, optimizer), attributes)
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
@@ -260,10 +261,9 @@ class Verification:
         model = Autocast(network, self.accelerator)
         order = self.corpus.global_batches(self.config)
         size = self.config.micro_batch_size
-        metrics = MetricsQueue(order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
-        statistics = BlockStatistics([])
-        state = TrainState(self.config, self.accelerator, network, model, optimizer, metrics, statistics, reducer)
+        results = Results(rank, num_processes, self.device)
+        state = TrainState(self.config, self.accelerator, network, model, optimizer, results, reducer)
         rows, tokens = [], 0
         with record_first_gradients() as gradient:
             for step in range(self.config.steps):
@@ -271,10 +271,10 @@ class Verification:
                 batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
                 micro_batches = split_micro_batches(batch, size)
                 if step == 0:
-                    warm_up(state, micro_batches[0])
-                train_step(state, step, micro_batches)
-                result = metrics.read(wait=True)
-                assert result is not None, "a step was dispatched"
+                    train.warm_up(state, micro_batches[0])
+                train.train_step(state, step, micro_batches)
+                result = results.read(wait=True)
+                assert result is not None, "a step was taken"
                 row = {f"train/{name}": value for name, value in result.means.items()}
                 count = batch["input_ids"].numel()
                 tokens += sum(gather_object([count])) if num_processes > 1 else count

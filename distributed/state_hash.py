@@ -69,9 +69,7 @@ class StateDigest:
             )
 
 
-def state_digest(
-    network: nn.Module, optimizer: torch.optim.Optimizer, compare_at: int | None = None
-) -> StateDigest:
+def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer, compare_at: int | None = None) -> StateDigest:
     """Compute the digest of all weights and moments, named as in a checkpoint. All processes call this together.
 
     With `compare_at`, a step, compare the processes too. Raise ReplicasDiffer on all of them if their digests differ,

@@ -40,8 +40,6 @@ class StartingPoint:
     checkpoint: Path | None = None
     step: int = 0
     """Completed steps."""
-    skipped: tuple[int, int] = (0, 0)
-    """Skipped updates so far: in total, and in a row up to `step`."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of `step`."""
 
@@ -166,7 +164,7 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
     if changed := compare_summation_order(trained_with, facts, config.exact):
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
-    return StartingPoint(path, manifest.step, manifest.skipped, manifest.metrics)
+    return StartingPoint(path, manifest.step, manifest.metrics)
 
 
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:

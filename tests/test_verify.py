@@ -42,7 +42,7 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "training/step.py", "global_tokens / queue.num_processes", "global_tokens",
+        "train.py", "averaged_over = 1 if state.reducer else results.num_processes", "averaged_over = 1",
         "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * size", "",

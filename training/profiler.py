@@ -6,7 +6,9 @@ from pathlib import Path
 from torch.profiler import profile, schedule
 
 
-def step_profiler(steps: tuple[int, int] | None, first_step: int, directory: Path, rank: int) -> profile | nullcontext[None]:
+def step_profiler(
+    steps: tuple[int, int] | None, first_step: int, directory: Path, rank: int
+) -> profile | nullcontext[None]:
     """Return a torch profiler that writes a trace of `steps`, first and last; call `step()` after each update.
 
     Without `steps` return a null context, since an idle torch profiler costs 50 microseconds a step.

@@ -108,7 +108,7 @@ class Results:
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
         self.max_skipped, self.run_directory = max_skipped, run_directory
-        self.skipped = (0, 0)
+        self.skipped: tuple[int, int] = (0, 0)
         self._names: list[str] = []
         self._pending: deque[_Pending] = deque()
         self._newest: Result | None = None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support import forked
 from tests.conftest import ROOT, environment
+from tests.support import forked
 
 RECIPE = ["--config", str(ROOT / "tests" / "support" / "tiny_random.yaml"), "--name", "run"]
 LOST = {

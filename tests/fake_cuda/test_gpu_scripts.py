@@ -65,7 +65,7 @@ def test_flex_attention_equals_cpu(settings, corpus, tmp_path):
     settings = [*WIDE, *settings, "--data.source", "text", "--data.path", corpus, "--model.position", "rope"]
     run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
     assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
-    assert run.of_kind("sync") == {("event", "training/metrics.py")}
+    assert run.of_kind("sync") == {("event", "training/results.py")}
 
 
 def test_logged_step_waits_once_per_kind_of_result(tmp_path):

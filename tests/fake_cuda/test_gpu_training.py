@@ -13,7 +13,7 @@ from tests.conftest import TINY_STORIES, train
 from tests.fake_cuda.launch import SETTINGS, STEPS, Trained, train_on_gpus
 
 LAUNCHES = {"one_gpu": 1, "multi_gpu": 2, "fsdp2": 2}
-READ_OF_STEP_BEFORE = ("event", "training/metrics.py")
+READ_OF_STEP_BEFORE = ("event", "training/results.py")
 
 
 def train_on_cpu(*arguments, out_dir):

@@ -94,41 +94,50 @@ def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
     assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "the middle of the figure is empty"
 
 
+def recorded(blocks):
+    """Statistics of blocks, and an optimizer that updates nothing."""
+    optimizer = torch.optim.SGD([*torch.nn.ModuleList(blocks).parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.0)
+    statistics = BlockStatistics(blocks, optimizer)
+    return statistics, optimizer
+
+
 def test_block_output_is_first_of_a_tuple():
-    """A block with an auxiliary loss returns a tuple."""
+    """A block with an auxiliary loss returns a tuple. Steps that are not logged are not recorded."""
     block = torch.nn.Identity()
-    statistics = BlockStatistics([block])
-    for statistics.recording in (False, True):  # not in steps that are not logged
-        block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
-    assert [mean_square.item() for mean_square in statistics.mean_squares[0]] == [9.0]
+    block.register_parameter("weight", torch.nn.Parameter(torch.ones(1)))
+    statistics, optimizer = recorded([block])
+    for enabled in (False, True):
+        with statistics.record(enabled):
+            block((torch.tensor([3.0, -3.0]), torch.tensor(99.0)))
+            optimizer.step()
+        assert bool(statistics.metrics) == enabled
+    assert statistics.metrics["layers/activation_rms/0"] == 3.0
 
 
 def test_block_statistics_handle_shared_and_skipped_blocks():
     """Blocks that share weights, and stochastic depth."""
     shared, left_out = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    statistics = BlockStatistics([shared, left_out, shared])
-    statistics.recording = True
+    statistics, optimizer = recorded([shared, left_out, shared])
     for weight, bias, left_out_now in ((1.0, 1.0, False), (1.0, 2.0, True)):  # from 1 to 2 and 3, then to 3 and 5
         torch.nn.init.constant_(shared.weight, weight), torch.nn.init.constant_(shared.bias, bias)
-        outputs = [shared(torch.ones(1))]
-        outputs.append(shared(outputs[0]))
-        if not left_out_now:
-            left_out(torch.ones(1))
-        for parameter in [*shared.parameters(), *left_out.parameters()]:
-            parameter.grad = torch.zeros_like(parameter)
-        with statistics.record_update():
-            pass
+        with statistics.record(True):
+            outputs = [shared(torch.ones(1))]
+            outputs.append(shared(outputs[0]))
+            if not left_out_now:
+                left_out(torch.ones(1))
+            optimizer.step()
         expected = torch.cat(outputs).square().mean().sqrt().item()
         seen = [statistics.metrics[f"layers/activation_rms/{block}"] for block in range(3)]
         assert seen[0] == seen[2] == pytest.approx(expected)
         assert (seen[1] == 0) is left_out_now
 
 
-def test_block_statistics_without_any_call_are_zero():
-    """Stochastic depth may skip the only block."""
+def test_skipped_update_has_no_statistics():
     block = torch.nn.Linear(1, 1)
-    statistics = BlockStatistics([block])
-    statistics.recording = True
-    with statistics.record_update():
+    statistics, optimizer = recorded([block])
+    with statistics.record(True):
+        optimizer.step()
+    assert statistics.metrics["layers/activation_rms/0"] == 0, "stochastic depth may skip the only block"
+    with statistics.record(True):
         pass
-    assert statistics.metrics["layers/activation_rms/0"] == 0
+    assert statistics.metrics == {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from training.gradients import loss_scale, normalize_and_clip
+from training.gradients import loss_scale
 
 STEPS = 6
 FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}
@@ -27,7 +27,7 @@ def test_fp16_gradients_vanish_without_loss_scale():
             loss = linear(torch.ones(1, 4)).float().sum() * 1e-9
         linear.zero_grad()
         (scale * loss).backward()
-        normalize_and_clip(list(linear.parameters()), scale, torch.inf)
+        linear.weight.grad /= scale
         assert bool((linear.weight.grad == 0).all()) == vanishes
     torch.testing.assert_close(linear.weight.grad, torch.full((4, 4), 1e-9), rtol=1e-2, atol=0)
 

@@ -27,16 +27,15 @@ from torch.optim import Optimizer
 from torch.profiler import profile
 
 from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
-from data.sampler import GlobalBatches
 from model.config import GPTConfig
 from model.gpt import GPTModel, build_on_meta_device
 from tools.benchmark.nanogpt import build_peer
 from tools.benchmark.runner import Group
-from training.block_stats import BlockStatistics
-from training.metrics import MetricsQueue
+from train import train_step
 from training.optimizer import build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
-from training.step import TrainState, train_step
+from training.results import Results
+from training.state import TrainState
 from training.throughput import peak_bf16_flops
 
 PEER, PRODUCT = "nanogpt", "a large product"
@@ -55,7 +54,8 @@ CASES = {  # shape, context, batch, variants, attention backend; the most intere
     "1.3b_1024": ("1.3B", 1024, 16, ["ours", PEER], None),
     "1.3b_4096_settings": ("1.3B", 4096, 4, ["ours", RECOMPUTED], None),
 }
-Built = tuple[nn.Module, Optimizer, Callable[[], Tensor]]  # the last trains one step and returns its loss
+# The last trains a step; with `wait` it waits for the device and returns the loss of the step.
+Built = tuple[nn.Module, Optimizer, Callable[[bool], float | None]]
 
 
 class Scale(NamedTuple):
@@ -99,17 +99,16 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
     for block in network.blocks if not run.compile else ():
         block.compile(backend=scale.backend)
     optimizer = build_optimizer(network, OPTIMIZER)
-    model, sizes = accelerator.prepare_model(network), GlobalBatches(1, len(tokens), 0)
-    metrics, statistics = MetricsQueue(sizes, len(tokens), accelerator.device), BlockStatistics([])
-    state = TrainState(run, accelerator, network, model, optimizer, metrics, statistics)
+    model, results = accelerator.prepare_model(network), Results(0, 1, accelerator.device)
+    state = TrainState(run, accelerator, network, model, optimizer, results)
     completed_steps = 0
 
-    def step() -> Tensor:
+    def step(wait: bool = False) -> float | None:
         nonlocal completed_steps
-        pending = train_step(state, completed_steps, [{"input_ids": tokens, "labels": tokens}])
-        metrics.read()
+        train_step(state, completed_steps, [{"input_ids": tokens, "labels": tokens}])
+        result = results.read(wait)
         completed_steps += 1
-        return pending.buffer[2] * pending.loss_divisor / pending.wait_for_num_targets()
+        return result.means["loss"] if wait and result else None
 
     return network, optimizer, step
 
@@ -120,7 +119,7 @@ def build_nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -
     network, optimizer = build_peer(path, config, OPTIMIZER, scale.device)
     model, targets = torch.compile(network, backend=scale.backend), tokens.roll(-1, dims=1)
 
-    def step() -> Tensor:
+    def step(wait: bool = False) -> float | None:
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.lr
         with torch.autocast(scale.device, torch.bfloat16):
@@ -129,7 +128,7 @@ def build_nanogpt(config: GPTConfig, tokens: Tensor, scale: Scale, path: Path) -
         torch.nn.utils.clip_grad_norm_(network.parameters(), GRAD_CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.item() if wait else None
 
     return network, optimizer, step
 
@@ -161,10 +160,10 @@ class Variant:
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         network, _, self.step = self.build()
-        parameters, first_loss = sum(weight.numel() for weight in network.parameters()), str(self.step().item())
+        parameters, first_loss = sum(weight.numel() for weight in network.parameters()), str(self.step(True))
         seconds = 1.0
         for _ in range(self.scale.warm_up_steps):
-            seconds = mean_seconds(self.step, 1)
+            seconds = mean_seconds(partial(self.step, False), 1)
         self.window_steps = max(1, round(self.scale.window_seconds / seconds))
         self.constants = {"parameters": parameters, "first_loss": first_loss, "kernels": self.profile_kernels()}
         release_memory()
@@ -177,13 +176,13 @@ class Variant:
         on_cuda, others_bytes = self.scale.device == "cuda", torch.cuda.memory_allocated() - self.resting_bytes
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        speed = self.step_tokens / mean_seconds(self.step, self.window_steps)
+        speed = self.step_tokens / mean_seconds(partial(self.step, False), self.window_steps)
         measured = {"tokens_per_second": speed, "flops_per_second": speed * self.flops_per_token}
         if on_cuda:
             measured["peak_gib"] = (torch.cuda.max_memory_allocated() - others_bytes) / 2**30
             if data_sheet := peak_bf16_flops(torch.device("cuda")):
                 measured["mfu"] = speed * self.flops_per_token / data_sheet
-        return measured | {"loss": self.step().item()} | self.constants
+        return measured | {"loss": self.step(True)} | self.constants
 
     def profile_kernels(self, steps: int = 3, top: int = 15) -> dict:
         """Return the kernels that take the most time on the device; on a CPU, operators."""
@@ -191,7 +190,7 @@ class Variant:
         if self.scale.device == "cuda":
             device_type, time_attribute = "CUDA", "self_device_time_total"
         with profile() as profiled:
-            mean_seconds(self.step, steps)
+            mean_seconds(partial(self.step, False), steps)
         rows = profiled.key_averages()
         regions = [row for row in rows if row.device_type.name == "CPU" and row.key.startswith(COMPILED_REGION)]
         # Operators are charged with the time of their kernels, and annotations span them: both would count twice.

@@ -1,0 +1,120 @@
+"""Results of a step: one message a step, read late, exact and the same on all processes."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from config.errors import RunError
+from training.results import NonFiniteError, Results
+
+CPU = torch.device("cpu")
+
+
+def send(results, *outputs, num_targets=12, grad_norm=1.0, stop=False, step=1):
+    """Send a step whose micro-batches have these losses, or pairs of a loss and auxiliary metrics."""
+    outputs = [output if isinstance(output, tuple) else (output, {}) for output in outputs]
+    results.send(step, [(torch.tensor(loss), auxiliary) for loss, auxiliary in outputs], stop)
+    results.finish(torch.tensor(num_targets), torch.tensor(grad_norm))
+
+
+def test_nan_loss_names_process_and_replay(monkeypatch):
+    monkeypatch.setattr("training.results.dist.all_reduce", lambda sent, async_op: SimpleNamespace(wait=lambda: None))
+    results = Results(1, 2, CPU, run_directory=Path("my runs/a"))
+    send(results, 1.0, math.nan, grad_norm=math.nan, step=3)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 3: loss = nan, .* in micro-batches of process\(es\) \[1\];"
+    ) as stopped:
+        results.read(wait=True)
+    assert str(stopped.value).endswith("python -m tools.replay 'my runs/a' 3"), "quoted for a shell"
+
+
+def test_batch_without_targets_is_reported():
+    results = Results(0, 1, CPU)
+    send(results, math.nan, num_targets=0, grad_norm=math.nan)
+    with pytest.raises(NonFiniteError, match="no target token in the global batch"):
+        results.read(wait=True)
+
+
+def test_skipped_updates_are_counted_and_limited():
+    results = Results(0, 1, CPU, max_skipped=2)
+    results.skipped = (5, 0)  # from a checkpoint
+    for loss, skipped in ((math.inf, (6, 1)), (1.0, (6, 0)), (math.nan, (7, 1)), (math.nan, (8, 2))):
+        send(results, loss)
+        assert results.read(wait=True).finite == math.isfinite(loss) and results.skipped == skipped
+    send(results, math.nan)
+    with pytest.raises(NonFiniteError, match="3 times in a row"):
+        results.read(wait=True)
+
+
+class ForbidItemAssignment(TorchFunctionMode):
+    """`tensor[0] = 1` copies from the CPU, which synchronises with a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.Tensor.__setitem__ or isinstance(args[2], torch.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_send_copies_numbers_without_synchronisation():
+    results = Results(0, 1, CPU)
+    results.register_names({"rows": (0, 0)})
+    with ForbidItemAssignment():
+        counter = torch.tensor(1.0, dtype=torch.float64)
+        send(results, (1.5, {"rows": (counter, 2)}), stop=True, grad_norm=3.0)
+        counter += 1  # a model may reuse its counters
+    result = results.read(wait=True)
+    assert result.stop and result.means == {"loss": 1.5, "rows": 0.5} and result.grad_norm == 3.0
+
+
+def test_auxiliary_metrics_keep_no_graph():
+    """A model may report metrics that are not detached."""
+    results, weight = Results(0, 1, CPU), torch.ones((), requires_grad=True)
+    results.register_names({"rows": (0, 0)})
+    send(results, (1.5, {"rows": (2 * weight, 2)}))
+    assert not results._pending[-1].rows.requires_grad
+
+
+def test_loss_is_sum_over_micro_batches():
+    results = Results(0, 1, CPU)
+    send(results, 1.5, 0.5)
+    assert results.read(wait=True).means["loss"] == 2.0
+
+
+def test_results_are_read_one_step_late():
+    results = Results(0, 1, CPU)
+    send(results, 1.0, step=1)
+    assert results.read() is None
+    send(results, 2.0, step=2)
+    assert results.read().means == {"loss": 1.0}
+    assert results.read(wait=True).means == {"loss": 2.0}
+
+
+def test_stop_is_read_at_once_when_seen():
+    results = Results(0, 1, CPU)
+    send(results, 1.0, step=1, stop=True)
+    send(results, 2.0, step=2)
+    result = results.read()
+    assert result.means == {"loss": 2.0} and result.stop, "the run stops after the step that was just taken"
+
+
+def test_counts_are_exact_beyond_float32():
+    results = Results(0, 1, CPU)
+    results.register_names({"rows": (0, 0)})
+    send(results, (1.0, {"rows": (2**24 + 1, 1)}))
+    assert results.read(wait=True).means["rows"] == 2**24 + 1
+
+
+def test_changed_or_reserved_names_are_refused(monkeypatch):
+    results = Results(0, 2, CPU)
+    monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, *mine])
+    results.register_names({"z_loss": (0, 0)})
+    with pytest.raises(RunError, match=r"\['z_loss'\] at first and \['balance'\] now"):
+        results.send(1, [(torch.tensor(1.0), {"balance": (0, 0)})], False)
+    with pytest.raises(RunError, match="reports grad_norm"):
+        results.register_names({"grad_norm": (0, 0)})
+    monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, ["balance"]])
+    with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
+        results.register_names({"z_loss": (0, 0)})
