@@ -36,9 +36,9 @@ from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests import forked
 from tests.conftest import ROOT, environment, metrics, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
+from tests.support import forked
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {
