@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
@@ -178,6 +179,11 @@ def tensors(run: Path, step: int) -> "dict[str, torch.Tensor]":
 
     files = (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def train_state(model, optimizer, skipped: tuple[int, int] = (0, 0)) -> SimpleNamespace:
+    """The part of a TrainState that a checkpoint contains."""
+    return SimpleNamespace(network=model, model=model, optimizer=optimizer, results=SimpleNamespace(skipped=skipped))
 
 
 def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.Tensor]") -> None:

@@ -39,7 +39,7 @@ from distributed.state_hash import digest_tensors, state_digest
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from run.load import find_checkpoint
-from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train, train_state
 from training.optimizer import build_optimizer
 
 STEPS = 4
@@ -265,12 +265,12 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(storage, "write", write_later)
-    state, skipped = build_trained(0, steps=2), (0, 0)
+    state = build_trained(0, steps=2)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     for step in (2, 3):
         saved = str(state_digest(*state))
-        saver.save(step, *state, {}, skipped)
+        saver.save(step, train_state(*state), {})
         assert not saver.failed
         train_on(*state, 1)
         assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)
@@ -292,7 +292,7 @@ def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
     saver.timeout_seconds = 0.01
     with pytest.raises(RunError, match="was not written within"):
-        saver.save(1, *build_trained(0, steps=1), {}, (0, 0))
+        saver.save(1, train_state(*build_trained(0, steps=1)), {})
     may_write.set()
 
 

@@ -28,7 +28,7 @@ from run.lock import LOCK_FILE, RunLock, is_locked
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.status import Status, read_status, write_status
 from run.stored_settings import complete_settings, read_settings
-from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
 from tools.plot.run_plots import save_loss_curve
 from training.schedule import SCHEDULES
@@ -526,8 +526,8 @@ def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
             raise fault
 
     saver = Saver(tmp_path, TrainConfig(), accelerator, sync)
-    saver.save(1, network, optimizer, {}, (0, 0))
-    saver.save(2, network, optimizer, {}, (0, 0))
+    for step in (1, 2):
+        saver.save(step, train_state(network, optimizer), {})
     with pytest.raises(SaveError, match="Input/output error"):
         saver.wait()
     assert there_already == [[], ["step-00000001"]]
