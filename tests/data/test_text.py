@@ -515,6 +515,17 @@ def test_verification_names_changed_file(corpus):
     assert files_read(corpus) == [file]
 
 
+def test_first_process_of_each_machine_verifies(corpus, folder, monkeypatch):
+    flip(corpus / "train" / "000000.arrow", 100)
+    loaded = load_corpus(settings(folder, "--data.path", corpus))
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    loaded.verify()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="another content"):
+        loaded.verify()
+
+
 def test_interrupted_verification_continues(corpus):
     """The files that were read before are not read again."""
     files = sorted(corpus.glob("*/*.arrow"))
