@@ -666,7 +666,7 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_damaged_corpus_ends_the_run_before_anything_is_written(corpus, folder, runs, processes):
+def test_damaged_corpus_ends_run_before_writing(corpus, folder, runs, processes):
     flip(corpus / "validation" / "000001.arrow", 100)
     words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
     launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())
