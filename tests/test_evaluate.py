@@ -214,5 +214,5 @@ def test_loss_by_position_needs_no_float64_device():
     corpus = evaluate.with_positions(load_corpus(config))
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64)}
     with DeviceWithoutFloat64():
-        sums = corpus.score(torch.zeros(2, 3, 5), batch)
+        sums = corpus.score_logits(torch.zeros(2, 3, 5), batch)
     assert sums["position/1"] == (pytest.approx(2 * math.log(5)), 2)
