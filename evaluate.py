@@ -121,10 +121,10 @@ def with_positions(corpus: Corpus) -> Corpus:
         targets = batch["labels"][:, 1:]
         losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets, reduction="none")  # 0 for -100
         pairs = zip(losses.cpu().double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)
-        own = corpus.score(logits_BTV, batch) if corpus.score else {}
+        own = corpus.score_logits(logits_BTV, batch) if corpus.score_logits else {}
         return own | {f"position/{position}": pair for position, pair in enumerate(pairs)}
 
-    return replace(corpus, score=score)
+    return replace(corpus, score_logits=score)
 
 
 def output_directory(config: EvaluateConfig) -> Path:

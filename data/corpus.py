@@ -31,7 +31,7 @@ class SampleDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Corpus:
     """Settings of a run that the corpus determines, such as the hash of its files and tokenizer: {"data.hash": ...}."""
     metadata: dict[Path, dict[str, Any]] = field(default_factory=dict)
     """Content of metadata.json of each corpus folder; {} for generated data."""
-    score: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
+    score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
     label t + 1) and the batch."""
     end_of_text: int | None = None
@@ -108,33 +108,32 @@ def load_corpus(config: TrainConfig) -> Corpus:
     """
     seed = config.data.seed or 0
     sizes = {"train": config.data.num_samples, "validation": config.evaluation.num_samples}
-    if config.data.source == "random":
-        vocab_size = config.model.vocab_size
-        assert vocab_size is not None, "config.problems requires it for random tokens"
-        splits = [RandomTokensDataset(split, size, seed, config.seq_len, vocab_size) for split, size in sizes.items()]
-        return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
-    if config.data.source == "text":
-        return _load_text(config)
-    if config.data.source != "stories":
-        raise unhandled_choice("data.source", config.data.source)
-    generator = get_story_generator(config.data.facts, config.data.zipf, seed)
-    train, validation = (StoriesDataset(split, size, seed, config.seq_len, generator) for split, size in sizes.items())
-    tokenizer = generator.build_tokenizer()
-    return Corpus(
-        train,
-        validation,
-        tokenizer,
-        vocab_size=_checked_vocab_size(config, tokenizer.get_vocab_size()),
-        score=build_excess_loss_score(generator),
-        score_texts=generator.score_texts,
-        describe_text=generator.describe_text,
-    )
+    match config.data.source:
+        case "random":
+            vocab_size = config.model.vocab_size
+            assert vocab_size is not None, "config.problems requires it for random tokens"
+            splits = [RandomTokensDataset(name, size, seed, config.seq_len, vocab_size) for name, size in sizes.items()]
+            return Corpus(*splits, tokenizer=None, vocab_size=vocab_size)
+        case "text":
+            return _load_text(config)
+        case "stories":
+            generator = get_story_generator(config.data.facts, config.data.zipf, seed)
+            splits = [StoriesDataset(name, size, seed, config.seq_len, generator) for name, size in sizes.items()]
+            tokenizer = generator.build_tokenizer()
+            return Corpus(
+                *splits,
+                tokenizer=tokenizer,
+                vocab_size=_checked_vocab_size(config, tokenizer.get_vocab_size()),
+                score_logits=build_excess_loss_score(generator),
+                score_texts=generator.score_texts,
+                describe_text=generator.describe_text,
+            )
+        case other:
+            raise unhandled_choice("data.source", other)
 
 
 def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
-    """Return the number of validation samples of each corpus, None for all; [] without evaluations."""
-    if not config.evaluation.every:
-        return []
+    """Return the number of validation samples of each corpus, None for all."""
     if config.evaluation.num_samples is None:
         return [None] * len(quotas)
     try:
@@ -160,25 +159,25 @@ def _load_text(config: TrainConfig) -> Corpus:
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
-    num_samples = _validation_samples(config, quotas)
-    train: list[Any] = [TextDataset(corpus, "train", config.seq_len, packing) for corpus in corpora]
-    validation: list[Any] = [
-        TextDataset(corpus, "validation", config.seq_len, packing, number)
-        for corpus, number in zip(corpora, num_samples, strict=False)  # num_samples is [] without evaluations
-    ]
-    conversations = "; ".join(dataset.conversations for dataset in train if dataset.conversations)
-    if data.mix:
-        train, validation = [MixedDataset(train)], [MixedDataset(validation)] if validation else []
+
+    def load_split(split: str, num_samples: Sequence[int | None]) -> TextDataset | MixedDataset:
+        parts = [
+            TextDataset(corpus, split, config.seq_len, packing, number)
+            for corpus, number in zip(corpora, num_samples, strict=True)
+        ]
+        return MixedDataset(parts) if data.mix else parts[0]
+
+    train = load_split("train", [None] * len(corpora))
     return Corpus(
-        train[0],
-        validation[0] if validation else None,
+        train,
+        load_split("validation", _validation_samples(config, quotas)) if config.evaluation.every else None,
         corpora[0].tokenizer,
         vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
         quotas=quotas if data.mix else None,
         settings={"data.hash": content_hash, "data.packing": packing},
         metadata={corpus.path: corpus.metadata for corpus in corpora},
         end_of_text=corpora[0].end_of_text,
-        conversations=conversations,
+        conversations=train.conversations,
     )
 
 

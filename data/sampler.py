@@ -1,12 +1,13 @@
 """The order of the data: the samples of global batch s are a function of (seed, s), so resuming needs no sampler state.
 
-Each epoch visits every sample once, in an order given by a keyed permutation of the sample indices: a small block
-cipher, which maps a position to an index in O(1) memory (a `randperm` of a billion samples takes 8 GB).
+Each epoch visits every sample once, in an order that is computed from the seed and the epoch: `permute` maps one
+position to one sample index, as a cipher maps numbers, so that no list of all indices is made, kept or saved (a
+`randperm` of a billion samples takes 8 GB). Another order, such as a curriculum, only overrides `GlobalBatches.at`.
 """
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,6 @@ class BatchSizes:
             -(-i * (warmup_steps or 0) // num_increases)  # i / num_increases of the warm-up, rounded up
             for i in range(1, num_increases + 1)
         ]
-        self._sums_of_increase_steps = [0, *accumulate(self.increase_steps)]
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> "BatchSizes":
@@ -100,8 +100,7 @@ class BatchSizes:
     def sequences_before(self, step: int) -> int:
         """Return the number of sequences in all global batches before that of `step`."""
         # Each increase, at step t, adds first_size sequences to the steps t, ..., step - 1.
-        num_increases = bisect_right(self.increase_steps, step)
-        return self.first_size * ((1 + num_increases) * step - self._sums_of_increase_steps[num_increases])
+        return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
 
 class GlobalBatches(BatchSizes):
@@ -128,7 +127,7 @@ class GlobalBatches(BatchSizes):
         It is the contiguous slice [rank * B / W, (rank + 1) * B / W) of the B indices, so that the slices of any number
         of processes W, in the order of their ranks, are the same global batch.
         """
-        # Several steps at once: numpy takes as long for 16 positions as for 256, about 1% of a step of 50 ms.
+        # Several steps at once: NumPy takes as long for 16 positions as for 256, 0.2 ms, and 1 ms for a mixture.
         num_steps = max(1, POSITIONS_AT_ONCE // (self.global_batch_size // num_processes))
         first_step = step - step % num_steps
         cache_key = first_step, rank, num_processes

@@ -57,8 +57,8 @@ class TextDataset(Dataset):
         ConfigError: The split is too short for one row, or damaged.
     """
 
-    conversations: str | None = None
-    """Description of how conversations became rows, printed at the start of a run; None for text."""
+    conversations: str = ""
+    """Description of how conversations became rows, printed at the start of a run; empty for text."""
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None):
         if packing not in ("concat", "isolated", "padded"):
@@ -185,7 +185,7 @@ class TextDataset(Dataset):
         return float(sum(num_bytes[ids[ids != -100]].sum() for ids in targets))
 
 
-class MixedDataset(ConcatDataset):
+class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
     """The samples of several corpora, one after another."""
 
     datasets: list[TextDataset]
@@ -194,3 +194,8 @@ class MixedDataset(ConcatDataset):
     def num_bytes(self) -> float:
         """UTF-8 bytes of the targets of all samples."""
         return sum(dataset.num_bytes for dataset in self.datasets)
+
+    @property
+    def conversations(self) -> str:
+        """Descriptions of how the conversations of each corpus became rows."""
+        return "; ".join(dataset.conversations for dataset in self.datasets if dataset.conversations)

@@ -117,6 +117,14 @@ def test_incompatible_run_and_data_are_refused(made):
         evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
 
 
+def test_damaged_corpus_is_not_evaluated(made, tmp_path):
+    [file] = (shutil.copytree(made / "corpus", tmp_path / "damaged") / "validation").glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"a", b"e"))
+    with pytest.raises(ConfigError, match=f"{file} has another content"):
+        evaluate.main(EvaluateConfig(str(made / "run"), data=str(tmp_path / "damaged"), out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
 def test_gpt2_folder_without_tokenizer_json_is_opened(made, tmp_path):
     """It has vocab.json and merges.txt, and no tokenizer.json; a corpus of other tokens is refused all the same."""
     config = GPT2Config(vocab_size=300, n_positions=32, n_embd=8, n_layer=1, n_head=1)
@@ -206,5 +214,5 @@ def test_loss_by_position_needs_no_float64_device():
     corpus = evaluate.with_positions(load_corpus(config))
     batch = {"labels": torch.zeros(2, 3, dtype=torch.int64)}
     with DeviceWithoutFloat64():
-        sums = corpus.score(torch.zeros(2, 3, 5), batch)
+        sums = corpus.score_logits(torch.zeros(2, 3, 5), batch)
     assert sums["position/1"] == (pytest.approx(2 * math.log(5)), 2)

@@ -275,7 +275,7 @@ def main(config: TrainConfig) -> None:
     accelerator = start_accelerator(config)
     base = {"Python and torch": baseline_process_bytes(config, accelerator)} if accelerator.device.type == "cpu" else {}
     network = build_on_meta_device(config.model)
-    parts, checkpoint = memory(config, accelerator, network, scores=corpus.score is not None)
+    parts, checkpoint = memory(config, accelerator, network, scores=corpus.score_logits is not None)
     peak = sum((parts := base | parts).values())
     sequences_at_once = config.micro_batch_size * accelerator.num_processes
     tokens = BatchSizes.from_config(config).sequences_before(config.steps) * config.seq_len

@@ -25,7 +25,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
         targets).
     """
-    validation, score = corpus.validation, corpus.score
+    validation, score = corpus.validation, corpus.score_logits
     assert validation is not None, "evaluation.every is set"
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts, names, rows = range(0, len(validation), micro_batch_size), [], []

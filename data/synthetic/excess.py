@@ -18,7 +18,7 @@ NUM_CACHED_ROWS = 2**14  # every evaluation reads the same rows
 def build_excess_loss_score(
     generator: StoryGenerator,
 ) -> Callable[[Tensor, dict[str, Tensor]], dict[str, tuple[Any, Any]]]:
-    """Return a score of validation batches (Corpus.score): `excess_loss/KIND`, in nats per target token.
+    """Return a score of validation batches (Corpus.score_logits): `excess_loss/KIND`, in nats per target token.
 
     Each sum is divided by the number of all target tokens, so the values of all kinds add up to the excess loss.
     """

@@ -515,6 +515,17 @@ def test_verification_names_changed_file(corpus):
     assert files_read(corpus) == [file]
 
 
+def test_first_process_of_each_machine_verifies(corpus, folder, monkeypatch):
+    flip(corpus / "train" / "000000.arrow", 100)
+    loaded = load_corpus(settings(folder, "--data.path", corpus))
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    loaded.verify()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="another content"):
+        loaded.verify()
+
+
 def test_interrupted_verification_continues(corpus):
     """The files that were read before are not read again."""
     files = sorted(corpus.glob("*/*.arrow"))
@@ -655,7 +666,7 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_damaged_corpus_ends_the_run_before_anything_is_written(corpus, folder, runs, processes):
+def test_damaged_corpus_ends_run_before_writing(corpus, folder, runs, processes):
     flip(corpus / "validation" / "000001.arrow", 100)
     words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
     launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())

@@ -39,7 +39,7 @@ def score(logits, batch):
 def corpus_with_scores(config):
     corpus = load_corpus(config)
     corpus.validation.entropy_nats = 0.0
-    corpus.score, corpus.score_texts = score, lambda texts: {"characters": (sum(map(len, texts)), len(texts))}
+    corpus.score_logits, corpus.score_texts = score, lambda texts: {"characters": (sum(map(len, texts)), len(texts))}
     return corpus
 
 

@@ -112,12 +112,12 @@ def test_tensor_bytes_count_logits_of_a_scoring_corpus(monkeypatch):
     kept, left = (sum(plan.tensor_bytes(config, ON_A_CPU, scores)[0].values()) for scores in (True, False))
     assert kept - left > 64 * config.seq_len * 5000
     monkeypatch.setattr(plan, "start_accelerator", lambda config: ON_A_CPU)
-    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score=None), None))
+    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score_logits=None), None))
     monkeypatch.setattr(plan, "baseline_process_bytes", lambda *_: 0)
     monkeypatch.setattr(plan, "tensor_bytes", lambda config, accelerator, scores: 1 / 0 if scores else sys.exit("left"))
     with pytest.raises(SystemExit, match="left"):
         plan.main(config)
-    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score=max), None))
+    monkeypatch.setattr(plan, "resolve", lambda config: Resolved(config, SimpleNamespace(score_logits=max), None))
     with pytest.raises(ZeroDivisionError):
         plan.main(config)
 
