@@ -31,7 +31,6 @@ from distributed.launch_checks import check_launch, check_same_settings
 from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
-from export import export_newest
 from model.gpt import GPTModel
 from plotting.run_plots import save_block_stats, save_excess_loss, save_loss_curve
 from plotting.style import report_plot_errors
@@ -124,7 +123,7 @@ def train(
     flops_per_token = state.network.flops_per_token(config.seq_len)
     throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
     with (
-        Reporter(config, run, start.step, accelerator, export_newest) as reporter,  # exports if tracking.log_model
+        Reporter(config, run, start.step, accelerator) as reporter,
         Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: flushes metrics before each save
         step_profiler(config, start.step, run.path, rank) as profiler,
     ):

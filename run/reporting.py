@@ -12,7 +12,7 @@ from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from run.directory import RunDirectory
 from run.metrics_log import RowWriter
-from run.trackers import ExportNewest, start_tracker
+from run.trackers import start_tracker
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
@@ -32,12 +32,9 @@ class Reporter(AbstractContextManager):
     """Logs metrics and prints, on the main process; on every other process its methods do nothing.
 
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
-    `export_newest` exports the newest checkpoint, for `tracking.log_model`.
     """
 
-    def __init__(
-        self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator, export_newest: ExportNewest
-    ):
+    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -48,7 +45,7 @@ class Reporter(AbstractContextManager):
         )
         self.metrics_file = RowWriter(run.metrics_file)
         self.generations_file = run.generations_file
-        self.tracker = start_tracker(config, run, step, self.say, export_newest)
+        self.tracker = start_tracker(config, run, step, self.say)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.

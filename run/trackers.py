@@ -16,7 +16,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import patch_environment
 
 from checkpoint.identity import ROOT, SUMMATION_ORDER, training_sources
-from checkpoint.manifest import Manifest
 from checkpoint.provenance import provenance
 from config.errors import ConfigError, unhandled_choice
 from config.schema import TrainConfig
@@ -29,7 +28,6 @@ from training.metrics import NonFiniteError
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 Say = Callable[[str], None]  # prints a line
-ExportNewest = Callable[[Path], tuple[Path, Manifest]]  # exports a run's newest checkpoint
 
 
 def check(config: TrainConfig) -> None:
@@ -55,9 +53,7 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"tracking.log_model: true exports the model, but {error}") from None
 
 
-def start_tracker(
-    config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest
-) -> "TrackerRun | None":
+def start_tracker(config: TrainConfig, run: RunDirectory, step: int, say: Say) -> "TrackerRun | None":
     """Start the tracker of the config after `step` completed steps; None if it is off."""
     tracking = config.tracking
     if tracking.tracker == "wandb" and tracking.wandb == "disabled":
@@ -65,7 +61,7 @@ def start_tracker(
     if tracking.tracker == "wandb" and (variable := disabled_by_environment()):
         say(f"W&B is off by the environment variable {variable}: metrics go to metrics.jsonl only.")
         return None
-    return tracker_class(tracking.tracker)(config, run, step, say, export_newest)
+    return tracker_class(tracking.tracker)(config, run, step, say)
 
 
 def disabled_by_environment() -> str | None:
@@ -94,8 +90,8 @@ class TrackerRun:
     All calls of the tracker run in order in one thread, so that training does not wait for them.
     """
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Say, export_newest: ExportNewest):
-        self.config, self.directory, self.say, self.export_newest = config, run.path, say, export_newest
+    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, say: Say):
+        self.config, self.directory, self.say = config, run.path, say
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
         self.run: Any = None  # the run object of the tracker; None before it is started and after an error
         self._submit(lambda: self._start(step), starting=True)
@@ -221,8 +217,10 @@ class WandbRun(TrackerRun):
 
     def _log_model(self) -> None:
         """Export the newest checkpoint and log the folder as an artifact."""
+        from export import export_newest  # a script of the root, which training does not need
+
         try:
-            folder, manifest = self.export_newest(self.directory)
+            folder, manifest = export_newest(self.directory)
         except Exception as error:  # the run has finished nevertheless
             self.say(f"The model is not logged: {error}")
             return

@@ -106,7 +106,7 @@ def test_missing_compiler_without_triton(monkeypatch):
 
 def test_importing_train_loads_no_slow_packages():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
-    slow += ("transformers", "datasets", "wandb", "matplotlib")
+    slow += ("transformers", "datasets", "wandb", "matplotlib", "export")
     code = f"import sys, train, model.hf; print([name for name in sys.modules if name.startswith({slow})])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
