@@ -100,6 +100,8 @@ def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate does not shard with MULTI_CPU
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # a blank answer to `accelerate config`
+        del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]  # unset, it is the model's _no_split_modules
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
