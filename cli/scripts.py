@@ -26,7 +26,6 @@ except ImportError:
 from cli.output import failed_print, ignore_failed_prints, printable_lines
 from config.errors import ConfigError, RunError
 from config.parser import parse_config, parse_tool
-from distributed.environment import normalize_environment
 from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes, process_rank
 
@@ -49,6 +48,8 @@ def run_and_exit(*arguments: Any, **named: Any) -> NoReturn:
 def run_in_notebook(script: str, *args: str) -> None:
     """Run `python SCRIPT.py ARGS` in a cell or by notebook_launcher; raise SystemExit unless it succeeds."""
     sys.argv = [f"{script}.py", *args]
+    if "MIXED_PRECISION" in os.environ:  # set by notebook_launcher, not read by Accelerate
+        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", os.environ["MIXED_PRECISION"])
     if exit_code := run_script(script):
         raise SystemExit(exit_code)
 
@@ -79,11 +80,6 @@ def run_script(
     ignore_failed_prints()
     program = script if "." in script else f"{script}.py"
     is_log = False
-    try:
-        normalize_environment(os.environ)
-    except ConfigError as error:  # printed by every process, because the main one is unknown
-        print(f"{program}: error: {error}", file=sys.stderr)
-        return 2
     try:
         args = sys.argv[1:]
         if commands and args and args[0] in commands:

@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
+from config.errors import ConfigError
 from config.schema import TrainConfig
 from distributed.cpu import prepare_cpu, prepare_exact
 from distributed.rendezvous import fresh_store
@@ -64,8 +65,11 @@ def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
 
 
 def start_accelerator(config: TrainConfig, max_delay_seconds: int = 0) -> Accelerator:
-    """Initialise the process group (see `join_process_group`) and return the Accelerator of this process."""
-    use_cpu = uses_cpu(os.environ)
+    """Initialise the process group (see `join_process_group`) and return the Accelerator of this process.
+
+    Raise ConfigError if Accelerate counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
+    """
+    use_cpu, world_size = uses_cpu(os.environ), num_processes()
     if use_cpu:
         prepare_cpu()
     if config.exact:
@@ -76,6 +80,11 @@ def start_accelerator(config: TrainConfig, max_delay_seconds: int = 0) -> Accele
         fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+    if accelerator.num_processes != world_size:
+        raise ConfigError(
+            f"WORLD_SIZE: {world_size} process(es), but Accelerate started {accelerator.num_processes}; use accelerate "
+            "launch or torchrun"
+        )
     if accelerator.mixed_precision == "fp16":  # training/gradients.py scales the loss
         accelerator.native_amp = True  # by itself, Accelerate autocasts to fp16 only on GPUs
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
@@ -94,6 +103,8 @@ def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     state = PartialState(cpu=use_cpu)
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate does not shard with MULTI_CPU
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # a blank answer to `accelerate config`
+        del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]  # unset, it is the model's _no_split_modules
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)

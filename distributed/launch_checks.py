@@ -1,10 +1,9 @@
-"""Checks at the start of a run: the launcher did what was requested, and a run supports it."""
+"""Checks at the start of a run: the launch is complete, and a run supports its settings."""
 
 import glob
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 import accelerate
 import torch
@@ -14,85 +13,61 @@ from accelerate.utils import gather_object
 from config.errors import ConfigError
 from config.schema import TrainConfig, flat_settings
 from distributed.launch import env_flag
-from distributed.launch_file import launch_settings, unknown_section_keys
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
-ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Launch settings that belong to train.py or are not supported: Accelerate's environment variable, the supported values
-# (the first one is the default), and the remedy for any other value.
+# Launch settings that belong to train.py or are not supported: the environment variable by which `accelerate launch`
+# passes them on, the supported values (the first one is the default), and the remedy for any other value.
 SUPPORTED = [
     ("ACCELERATE_MIXED_PRECISION", ("no", "bf16", "fp16"), "use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "remove it and use --compile true of train.py"),
-    (ACCUMULATION, ("1",), "set global_batch_size of the run, from which accumulation is derived"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("1",), "set global_batch_size, from which accumulation is derived"),
     ("ACCELERATE_USE_DEEPSPEED", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
     ("ACCELERATE_USE_MEGATRON_LM", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
     ("PARALLELISM_CONFIG_TP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
     ("PARALLELISM_CONFIG_CP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
     ("PARALLELISM_CONFIG_SP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
 ]
-SUPPORTED_BY_FSDP = [
+WITH_FSDP = [
     ("FSDP_VERSION", ("2",), "set fsdp_version: 2 in fsdp_config"),
     ("FSDP_ACTIVATION_CHECKPOINTING", ("false",), "remove it and use --activation_checkpointing true of train.py"),
+    ("FSDP_IGNORED_MODULES", ("",), "remove it: all weights are sharded"),
 ]
+WITHOUT_FSDP = [("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("1",), "use distributed_type: FSDP, as in hsdp.yaml")]
 
 
 def check_launch(config: TrainConfig) -> None:
-    """Raise ConfigError with every launch setting that the launcher ignored or a run does not support, and remedies."""
-    if problems := unusable_devices(os.environ) + launch_problems(launch_settings(), os.environ, config):
+    """Raise ConfigError with every problem of the launch, and remedies."""
+    if problems := launch_problems(os.environ, config):
         raise ConfigError("\n".join(problems))
 
 
-def launch_problems(launch: dict[str, Any] | None, environment: Mapping[str, str], config: TrainConfig) -> list[str]:
-    """Return a problem for each launch setting that is unknown, was ignored, or is not supported by a run."""
-    if launch is None:
-        return unsupported_settings(environment, config)
-    # `accelerate launch` ignores this option, except for DeepSpeed.
-    accumulation = {ACCUMULATION: str(launch.get("gradient_accumulation_steps", 1))}
-    return [
-        *unknown_section_keys(launch),
-        *missing_processes(launch, int(environment.get("WORLD_SIZE", 1))),
-        *unsupported_settings(accumulation | dict(environment), config),
-    ]
-
-
-def missing_processes(launch: dict[str, Any], started: int) -> list[str]:
-    """Return a problem if `accelerate launch` silently started fewer processes than requested."""
-    machines = launch.get("num_machines") or 1
-    requested = max(launch.get("num_processes") or 1, machines)
-    if requested <= started:
-        return []
-    return [
-        f"num_processes: {requested} on {machines} machine(s) requested, but Accelerate started {started}; use "
-        f"accelerate launch --num_processes {requested} with --config_file accelerate_configs/cpu.yaml (CPUs, without "
-        "--cpu) or accelerate_configs/multi_gpu.yaml"
-    ]
-
-
-def unsupported_settings(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
-    """Return a problem for each launch setting that belongs to train.py or is not supported."""
-    is_sharded = env_flag(environment, "ACCELERATE_USE_FSDP")
+def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
+    """Return what is wrong with the number of processes, and settings that a run owns or does not support."""
     problems = []
-    for variable, supported, remedy in SUPPORTED + (SUPPORTED_BY_FSDP if is_sharded else []):
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - environment.keys()
+    if environment.get("WORLD_SIZE", "1") != "1" and missing:
+        problems.append(
+            f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(sorted(missing))} not set in the "
+            "environment; use accelerate launch or torchrun, or, to train with one process, unset WORLD_SIZE"
+        )
+    # If it starts one process although several are requested, accelerate launch sets MASTER_ADDR but not WORLD_SIZE.
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= environment.keys() and "WORLD_SIZE" not in environment:
+        problems.append(
+            "num_processes: accelerate launch started one process instead of several; use --config_file "
+            "accelerate_configs/cpu.yaml (without --cpu) or multi_gpu.yaml, or, for one process, unset MASTER_ADDR"
+        )
+    is_sharded = env_flag(environment, "ACCELERATE_USE_FSDP")
+    for variable, supported, remedy in SUPPORTED + (WITH_FSDP if is_sharded else WITHOUT_FSDP):
         value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
         if value.lower() not in supported:
-            setting = variable.lower().removeprefix("accelerate_")
-            problems.append(f"{setting}: {value} is not supported; {remedy}")
+            problems.append(f"{variable.lower().removeprefix('accelerate_')}: {value} is not supported; {remedy}")
     if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and not config.max_skipped:
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
-        problems.append(
-            "exact: true sums whole gradients in a tree over processes, and with FSDP no process has whole gradients; "
-            "set exact: false or use distributed_type: MULTI_GPU"
-        )
-    shards = environment.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
-    if shards != "1" and not is_sharded:  # Accelerate would train replicas
-        problems.append(
-            f"parallelism_config_dp_shard_size: {shards} needs distributed_type: FSDP, as in "
-            "accelerate_configs/hsdp.yaml"
-        )
-    return problems
+        problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
+    return problems + unusable_devices(environment)
 
 
 def unusable_devices(environment: Mapping[str, str]) -> list[str]:

@@ -57,6 +57,6 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
     except (DistError, TimeoutError) as error:
         raise RunError(
             f"process {rank} of {num_processes} cannot join the others at MASTER_ADDR {address}: "
-            f"{str(error).splitlines()[0]}; to train with one process, unset WORLD_SIZE, or PMI_SIZE of a scheduler"
+            f"{str(error).splitlines()[0]}; to train with one process, unset WORLD_SIZE"
         ) from None
     return PrefixStore(own_name, store)

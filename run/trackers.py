@@ -217,9 +217,9 @@ class WandbRun(TrackerRun):
 
     def _log_model(self) -> None:
         """Export the newest checkpoint and log the folder as an artifact."""
-        try:
-            from export import export_newest  # the script, which needs transformers
+        from export import export_newest  # a script of the root, which training does not need
 
+        try:
             folder, manifest = export_newest(self.directory)
         except Exception as error:  # the run has finished nevertheless
             self.say(f"The model is not logged: {error}")

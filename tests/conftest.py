@@ -142,6 +142,7 @@ def what_is_started(*flags: str) -> dict[str, str]:
         return prepare_simple_launcher_cmd_env(args)[1]
     local = int(args.num_processes) // args.num_machines
     started = {"WORLD_SIZE": str(local * args.num_machines), "LOCAL_WORLD_SIZE": str(local)}
+    started |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     return prepare_multi_gpu_env(args) | started
 
 

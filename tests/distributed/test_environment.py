@@ -1,4 +1,4 @@
-"""Processes started by mpirun, by a notebook or by hand; and what imports may load."""
+"""Processes started by a launcher or by a notebook; and what imports may load."""
 
 import subprocess
 import sys
@@ -9,74 +9,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from config.errors import ConfigError, RunError
+from config.errors import RunError
 from distributed import rendezvous
-from distributed.environment import normalize_environment
 from model import attention
 from tests.conftest import ROOT, TINY_STORIES, environment
-from tests.support.forked import Launch, free_port, run
+from tests.support.forked import free_port, run
 from training.prepare_model import missing_compiler
-
-
-def test_normalize_environment_translates_mpi():
-    variables = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PATH": "/bin"}
-    variables |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    normalize_environment(variables)
-    expected = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}
-    expected |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "PATH": "/bin"}
-    assert variables.items() >= expected.items()
-    intel = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
-    with pytest.raises(ConfigError, match="PMI_SIZE: 2 processes, but MASTER_ADDR is not set in the environment"):
-        normalize_environment(dict(intel))
-    there = intel | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    normalize_environment(there)
-    assert (there["RANK"], there["LOCAL_RANK"], there["MASTER_PORT"]) == ("1", "0", "1234")
-
-
-def test_normalize_environment_prefers_torch_to_mpi():
-    single = {"PMI_SIZE": "1", "PMI_RANK": "0"}
-    normalize_environment(single)
-    assert single == {}
-    variables = {"WORLD_SIZE": "1", "RANK": "0", "PMI_SIZE": "2"}
-    normalize_environment(variables)
-    assert variables == {"WORLD_SIZE": "1"}, "Accelerate would read the rest"
-    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT"):
-        normalize_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"})
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"RANK": "2"}, "RANK: 2 in the environment, but WORLD_SIZE is 2; ranks start at 0"),
-        ({"WORLD_SIZE": "0"}, "RANK: 1 in the environment, but WORLD_SIZE is 0"),
-        ({"WORLD_SIZE": ""}, "RANK: 1 in the environment, but WORLD_SIZE is 1"),
-        ({"MASTER_PORT": "tcp"}, "MASTER_PORT: 'tcp' in the environment is not a number"),
-    ],
-    ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
-)
-def test_normalize_environment_refuses_wrong_counts(wrong, message):
-    """Otherwise a traceback, or ten minutes of waiting."""
-    variables = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-    with pytest.raises(ConfigError, match=message):
-        normalize_environment(variables | wrong)
-
-
-@pytest.mark.slow
-def test_processes_of_mpirun_train_together(runs):
-    def mpirun(*arguments):
-        port, launches = str(free_port()), []
-        for rank in ("0", "1"):
-            variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "MASTER_PORT": port}
-            words = [str(word) for word in (*TINY_STORIES, "--out_dir", runs, "--name", "run", *arguments)]
-            launches.append(Launch("train.py", words, 0, environment(**variables)))
-        code = launches[0].wait(120)
-        launches[1].end()  # as mpirun does
-        return code, *launches[0].output()
-
-    code, out, err = mpirun("--steps", 3, "--schedule.warmup_steps", 0)
-    assert code == 0 and "2 x cpu" in out and "2 processes x 3 accumulation" in out, err
-    code, _, err = mpirun("--global_batch_size", 5)
-    assert code == 2 and "global_batch_size: 5 is not a multiple" in err
 
 
 def test_windows_is_refused():
@@ -168,7 +106,7 @@ def test_missing_compiler_without_triton(monkeypatch):
 
 def test_importing_train_loads_no_slow_packages():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
-    slow += ("transformers", "datasets", "wandb", "matplotlib")
+    slow += ("transformers", "datasets", "wandb", "matplotlib", "export")
     code = f"import sys, train, model.hf; print([name for name in sys.modules if name.startswith({slow})])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -70,37 +70,15 @@ class Row:
 
 
 PREEMPTED = {"words": ["train.py", *ENDLESS], "exit_code": 75, "expected": ["stopped after step"]}
-NONE_SET = dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"], "")
-NONE_SET |= dict.fromkeys(
-    ["ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RESTART_COUNT", "PMI_SIZE", "OMP_NUM_THREADS"], ""
-)
 W_AND_B = [*ONE_STEP, "--tracking.wandb", "offline"]
 
 ROWS = {
-    # Some of the variables that a launcher sets
-    "LOCAL_RANK alone": Row({"LOCAL_RANK": "0"}),
-    "RANK and WORLD_SIZE alone": Row({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
-    "variables that are empty": Row(NONE_SET),
-    "ranks without WORLD_SIZE": Row({"RANK": "1", "LOCAL_RANK": "3"}),
-    "a rank that is not a number": Row(
-        {"WORLD_SIZE": "2", "RANK": "x"}, exit_code=2, expected=["RANK: 'x' in the environment is not a number"]
-    ),
-    "the size of an enclosing scheduler": Row(
-        {"PMI_SIZE": "4"},
+    # Environment variables
+    "some of the variables that a launcher sets": Row(
+        {"WORLD_SIZE": "2", "RANK": "0"},
         exit_code=2,
-        expected=["PMI_SIZE: 4 processes, but", "To train with one process, unset PMI_SIZE"],
+        expected=["2 processes, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"],
     ),
-    "the size and rank of an enclosing scheduler": Row(
-        {"PMI_SIZE": "2", "PMI_RANK": "0", "MASTER_PORT": str(forked.free_port())},
-        words=["train.py", *ONE_STEP, "--global_batch_size", "8", "--timeout_seconds", "1"],
-        exit_code=1,
-        expected=["[1] did not start within 1 s; to train with one process, unset WORLD_SIZE, or PMI_SIZE"],
-    ),
-    "a scheduler's size beside torch's": Row({"WORLD_SIZE": "1", "PMI_SIZE": "4", "PMI_RANK": "3"}),
-    "a scheduler's size that is not a number": Row(
-        {"PMI_SIZE": "many"}, exit_code=2, expected=["WORLD_SIZE: 'many' in the environment is not a number"]
-    ),
-    # Other variables
     "W&B off by its mode": Row(
         {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], expected=["environment variable WANDB_MODE=disabled"]
     ),

@@ -224,7 +224,7 @@ def tracked(tmp_path):
         with_what = {"processes": 2, "shards": 1, "threads": 1, "mixed_precision": "bf16"}
         rows = [json.dumps({"step": step, **with_what}) + "\n" for step in started_after]
         (run.path / "sessions.jsonl").write_text("".join(rows))
-        return Reporter(config, run, 2, PartialState(cpu=True), export_newest)
+        return Reporter(config, run, 2, PartialState(cpu=True))
 
     yield start
     PartialState._reset_state()
@@ -467,6 +467,6 @@ def test_progress_bar_advances_on_unlogged_steps(tmp_path, monkeypatch):
     )
     run = RunDirectory(str(tmp_path), "run")
     run.path.mkdir()
-    with Reporter(config, run, 1, SimpleNamespace(is_main_process=True), export_newest) as tracker:
+    with Reporter(config, run, 1, SimpleNamespace(is_main_process=True)) as tracker:
         tracker.log(3, {})
         assert tracker.bar.n == 3 and not run.metrics_file.read_text()

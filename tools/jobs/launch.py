@@ -9,6 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from config.errors import ConfigError
 
 
@@ -35,12 +37,9 @@ class Launch:
             raise ConfigError(f"launch: {launch!r} cannot be parsed: {error}") from None
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(f"launch: {launch!r} does not start with a program on the PATH; activate the environment")
-        if any("accelerate" in Path(word).name for word in words):
-            from distributed.launch_file import parse_launch_command  # imports torch
-
-            if (settings := parse_launch_command(words, os.getcwd())) is not None:
-                processes = settings.get("num_processes")
-                return cls(tuple(words), settings.get("mixed_precision") or "no", processes and int(processes))
+        if (settings := accelerate_settings(words)) is not None:
+            processes = settings.get("num_processes")
+            return cls(tuple(words), settings.get("mixed_precision") or "no", processes and int(processes))
         program = Path(words[0]).name
         inherits_environment = program.startswith(("python", "torchrun")) and "accelerate" not in " ".join(words[1:])
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if inherits_environment else None
@@ -54,3 +53,20 @@ class Launch:
         files = [Path(word) for word in self.command[1:]]
         contents = [sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
         return [self.precision, self.processes, *self.command, *contents]
+
+
+def accelerate_settings(words: list[str]) -> dict[str, Any] | None:
+    """Return the settings of an `accelerate launch` command: its file's, then its options'; None for other commands."""
+    names = [Path(word).name for word in words]
+    spellings = ("launch", "accelerate-launch", "accelerate.commands.launch")
+    index = next((index for index, name in enumerate(names) if name in spellings), None)
+    if index is None or "accelerate" not in " ".join(names[: index + 1]):
+        return None
+    from accelerate.commands.config.config_args import default_config_file  # imports torch
+    from accelerate.commands.launch import launch_command_parser
+
+    given = launch_command_parser().parse_known_args([*words[index + 1 :], "train.py"])[0]
+    # Without --config_file, Accelerate reads the file written by `accelerate config`, unless --cpu is given.
+    path = Path(given.config_file or ("" if given.cpu else default_config_file))
+    file = yaml.safe_load(path.read_text()) or {} if path.is_file() else {}  # YAML includes JSON
+    return file | {name: getattr(given, name) for name in getattr(given, "nondefault", ())}
