@@ -14,8 +14,6 @@ ROOT = Path(__file__).parent.parent
 FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
-# Modules and packages that train.py imports, but on which no weight depends, by their path from the root.
-NOT_TRAINING = {"export.py"}
 
 
 def code_hash(root: Path = ROOT) -> str:
@@ -36,7 +34,7 @@ def training_sources(root: Path = ROOT) -> list[Path]:
     while names:
         name = names.pop()
         for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
-            if file.is_file() and file.relative_to(root).parts[0] not in NOT_TRAINING:
+            if file.is_file():
                 files.add(file)
                 new = _imported_names(file.read_bytes()) - seen
                 names += new

@@ -217,7 +217,7 @@ class WandbRun(TrackerRun):
 
     def _log_model(self) -> None:
         """Export the newest checkpoint and log the folder as an artifact."""
-        from export import export_newest  # a script of the root, which training does not need
+        from run.export import export_newest  # imports transformers
 
         try:
             folder, manifest = export_newest(self.directory)

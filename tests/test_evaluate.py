@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import evaluate
-import export
 import sample
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
@@ -24,9 +23,10 @@ from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.stories import STORIES, StoriesDataset
 from evaluate import EvaluateConfig
-from export import ExportConfig
 from model.config import GPTConfig
 from model.seeds import derive_seed
+from run import export
+from run.export import ExportConfig
 from run.load import LoadedModel, load_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, environment, metrics, python, train

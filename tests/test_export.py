@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import export
 from config.errors import ConfigError, RunError
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
-from export import ExportConfig
+from run import export
+from run.export import ExportConfig
 from run.load import LoadedModel, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
 from tests.data.prepare.test_prepare import make

@@ -19,7 +19,7 @@ from cli import scripts
 from config.errors import ConfigError
 from config.parser import parse_config
 from evaluate import EvaluateConfig
-from export import ExportConfig
+from run.export import ExportConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 from tests.data.prepare.test_prepare import make_documents, write_jsonl

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data.prepare.prepare
 import evaluate
-import export
 import sample
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
@@ -31,10 +30,11 @@ from data.integrity import SPLITS, open_columns
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from evaluate import EvaluateConfig
-from export import ExportConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
+from run import export
 from run.directory import RunDirectory
+from run.export import ExportConfig
 from run.load import load_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train

@@ -8,14 +8,14 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
-import export
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import given_model_settings
 from data.corpus import load_corpus
-from export import ExportConfig
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
+from run import export
+from run.export import ExportConfig
 from run.load import copy_initial_weights, load_run
 from run.resolve import resolve_initial_model
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train

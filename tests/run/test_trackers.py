@@ -32,7 +32,6 @@ from matplotlib.image import imread
 from config.errors import ConfigError
 from config.parser import parse_config
 from distributed.signals import Preempted
-from export import export_newest
 from run import trackers
 from run.directory import RunDirectory
 from run.reporting import Reporter

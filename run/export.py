@@ -1,0 +1,252 @@
+"""Write a trained model as a folder in transformers' format, with a model card."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+
+from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from config.errors import ConfigError, RunError
+from config.paths import expand_user_path
+from data.chat_template import ChatTemplate
+from data.files import copy_folder_permissions
+from data.integrity import read_metadata
+from model.hf import to_transformers
+from run.load import (
+    LoadedModel,
+    Weights,
+    find_checkpoint,
+    load_model_from_checkpoint,
+    load_with_source,
+    report_skipped,
+    uses_ema,
+)
+from run.settings import ExportConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A causal language model of {parameters:,} parameters, {origin}.
+
+```python
+{usage}
+```
+"""
+USAGE = """from transformers import pipeline
+generate = pipeline("text-generation", "{name}")
+print(generate({prompt}, max_new_tokens=50)[0]["generated_text"])"""
+USAGE_WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("{name}")  # it has no tokenizer"""
+TEXT_FORMAT = "Training documents began with an end-of-text token (id {}), which the tokenizer prepends.\n"
+CHAT_FORMAT = "Training conversations were formatted by the tokenizer's chat template.\n"
+
+
+def main(config: ExportConfig) -> None:
+    """Load the model, write the folder and, with `push`, upload it.
+
+    Raise ConfigError if the model does not exist or has no counterpart in transformers, or `out` exists or is not
+    writable; and RunError if the upload fails.
+    """
+    out = expand_user_path("out", config.out)
+    if out.exists():
+        raise ConfigError(f"out: {str(out)!r} exists; name a folder that does not")
+    if config.average > 1 and config.checkpoint != "latest":
+        raise ConfigError(f"checkpoint: {config.checkpoint!r}, but average takes the newest ones; leave it out")
+    loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
+    sources = [source] if source else []
+    if config.average > 1:
+        sources = average_newest(loaded, config)
+    try:
+        if not out.parent.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+        # A second export to `out` uses another temporary folder; the first one to finish is kept.
+        with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
+            partial = Path(folder, out.name)
+            partial.mkdir()
+            write_model(partial, loaded)
+            # Others cannot use an absolute path. Without ./ transformers would look for the name on the Hub.
+            path = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
+            names = config.push or out.name, config.push or f"./{path}"
+            (partial / "README.md").write_text(model_card(*names, loaded, sources, partial, config.weights))
+            os.rename(partial, out)
+    except OSError as error:
+        raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
+    print(f"The model is in {out}.")
+    if config.push:
+        push(out, config.push)
+
+
+def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
+    """Export the newest checkpoint of a run into its directory, unless that exists; return the folder and manifest."""
+    checkpoint, manifest = find_checkpoint(run_directory)
+    folder = run_directory / "exports" / checkpoint.name
+    if not folder.exists():
+        main(ExportConfig(str(checkpoint), str(folder)))
+    return folder, manifest
+
+
+@torch.no_grad()
+def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path, Manifest]]:
+    """Replace the weights by their mean over the newest valid checkpoints, summed in float64; return these checkpoints.
+
+    Raise ConfigError if the run has too few. A running training may remove some while they are read.
+    """
+    mean, path = loaded.model.state_dict(), Path(config.run).expanduser()
+    sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in mean.items()}
+    sources: list[tuple[Path, Manifest]] = []
+    for directory in readable_checkpoints(path / "checkpoints"):
+        try:
+            manifest = validate(directory)
+            weights = load_model_from_checkpoint(directory, manifest, config.weights).model.state_dict()
+        except (InvalidCheckpoint, ConfigError, OSError, SafetensorError) as error:
+            report_skipped([str(error) if directory.exists() else f"{directory}: removed while it was read"])
+            continue
+        sources.append((directory, manifest))
+        for name, tensor in weights.items():
+            sums[name] += tensor
+        if len(sources) == config.average:
+            break
+    else:
+        raise ConfigError(
+            f"average: {config.average} needs that many valid checkpoints, but {path} has {len(sources)}; use a "
+            "smaller number, or train with a larger checkpoint.keep"
+        )
+    for name, tensor in mean.items():
+        tensor.copy_(sums[name] / len(sources))
+    return sources
+
+
+def write_model(folder: Path, loaded: LoadedModel) -> None:
+    """Write the weights, the configs and the tokenizer; raise ConfigError if transformers has no such model."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        hf_model = to_transformers(loaded.model)
+    except ValueError as error:
+        raise ConfigError(f"run: {error}") from None
+    if (tokenizer := loaded.tokenizer) is not None:
+        prepare_tokenizer(tokenizer, loaded)
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        for settings in (hf_model.config, hf_model.generation_config):
+            settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
+        if len(ends := ChatTemplate(tokenizer).ends_of_answer()) > 1:
+            hf_model.generation_config.eos_token_id = sorted(ends)
+        hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
+    try:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+            settings = folder / "tokenizer_config.json"  # transformers 4 has only this name of the class
+            settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+        hf_model.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            copy_folder_permissions(file)
+    except Exception as error:  # on a full disk tokenizers and safetensors raise types of their own
+        raise OSError(str(error)) from None
+
+
+def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel) -> None:
+    """Make a tokenizer truncate at the model's context length and, without a chat template, prepend end-of-text."""
+    for name in ("is_local", "local_files_only"):  # arguments of from_pretrained, not properties
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.model_max_length = loaded.model.config.max_position_embeddings
+    # By default transformers 4 returns token_type_ids, which its GPT-2 adds to the embeddings.
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if loaded.config is not None and tokenizer.chat_template is None:
+        tokenizer.bos_token = tokenizer.eos_token
+        tokenizer.add_bos_token = True
+
+
+def model_card(
+    name: str, place: str, loaded: LoadedModel, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
+) -> str:
+    """Return the model card, whose example loads the model from `place`, and save its figure in `folder`."""
+    tokenizer = loaded.tokenizer
+    usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
+    steps = " and ".join(str(manifest.step) for _, manifest in sources)
+    origin = "converted from another folder in transformers' format"
+    if sources:
+        kind = "mean of the weights after steps" if len(sources) > 1 else "weights after step"
+        origin = f"trained with Accelerate; {kind} {steps}"
+        if loaded.config and uses_ema(loaded.config, weights):
+            origin += ", each an exponential moving average (EMA) of the trained weights (evaluation.ema_decay)"
+    lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
+    if loaded.config is None:
+        return lines[0]
+    if tokenizer is not None:
+        lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
+    directory, manifest = sources[0]
+    numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
+    if numbers:
+        note = " (of the newest checkpoint)" if len(sources) > 1 else ""
+        lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
+    lines.append(f"## Data\n\n{describe_data(loaded)}\n")
+    environment = {**manifest.provenance, "mixed_precision": manifest.mixed_precision, "processes": manifest.processes}
+    lines.append("## Environment\n\n" + "\n".join(f"- {name}: {value}" for name, value in environment.items()) + "\n")
+    recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
+    lines.append(f"## Recipe\n\nThe settings of the run, for `train.py --config`:\n\n```yaml\n{recipe}```\n")
+    return "\n".join(lines)
+
+
+def example_prompt(loaded: LoadedModel) -> str:
+    """Return the prompt of the example in the card."""
+    if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
+        return '[{"role": "user", "content": "Hello"}]'
+    is_stories = loaded.config is not None and loaded.config.data.source == "stories"  # a small vocabulary
+    return '"Meet a"' if is_stories else '"Once upon a time"'
+
+
+def without_folders(setting: Any) -> Any:
+    """Replace absolute paths in settings by their last component, because a card may be published."""
+    if isinstance(setting, dict):  # the keys of data.mix are paths, of which two may have the same last name
+        names = [without_folders(name) for name in setting]
+        names = [f"{name}-{i}" if name in names[:i] else name for i, name in enumerate(names)]
+        return dict(zip(names, map(without_folders, setting.values()), strict=True))
+    return Path(setting).name if isinstance(setting, str) and setting.startswith(("/", "~")) else setting
+
+
+def describe_data(loaded: LoadedModel) -> str:
+    """Describe the training data."""
+    assert loaded.config is not None, "only cards of runs describe data"
+    data = loaded.config.data
+    if data.source != "text":
+        return f"The synthetic source `{data.source}` of this repository, {data.num_samples:,} samples per epoch."
+    lines = [f"Content hash of the tokens and the tokenizer: `{data.hash}`."]
+    for path in data.corpora:
+        try:
+            metadata = read_metadata(Path(path).expanduser())
+            if metadata["hash"] not in str(data.hash).split("+"):
+                raise ConfigError(f"{path} is another corpus now")
+            train, tokenizer = metadata["train"], without_folders(metadata["tokenizer"]["name"])
+            kind = "conversations" if metadata.get("conversations") else "documents"
+            lines.append(
+                f"- `{Path(path).name}`: {train['documents']:,} {kind}, {train['tokens']:,} tokens by `{tokenizer}`"
+            )
+        except (ConfigError, KeyError):  # the corpus was moved or replaced; the export does not need it
+            lines.append(f"- `{Path(path).name}`")
+    return "\n".join(lines)
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload the folder to the Hub; raise RunError, and keep the folder, if that fails."""
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # network, name or authentication
+        raise RunError(f"push: {folder} is complete, but the upload to {repository!r} failed: {error}") from None
+    print(f"Uploaded to https://huggingface.co/{repository}.")
