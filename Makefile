@@ -44,7 +44,7 @@ record: env ## train a record of docs/track.md again and compare its bits: make 
 	.venv/bin/python -m tools.record $(NAME) $(ARGS)
 
 trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
-	.venv/bin/python -m tests.support.fork_trial $(ARGS)
+	.venv/bin/python -m tools.trial $(ARGS)
 
 test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)

@@ -13,7 +13,6 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
-from tests.repo.test_rules import CORE
 from tests.test_examples import RUNGS as SCRIPTS
 
 README = (ROOT / "README.md").read_text()
@@ -72,7 +71,7 @@ def test_command_of_first_pages(command, out_dir):
         assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
-        assert "The run is in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
+        assert "The run is in" in done.stdout
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 
 
