@@ -17,7 +17,7 @@ WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 BENCHMARKS = throughput overhead memory exactness checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env test-env train verify law record trial test test-all test-repo test-gpu bench lint clean
+.PHONY: help env test-env train verify law record trial test test-all test-core test-repo test-gpu bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,13 +44,16 @@ record: env ## train a record of docs/track.md again and compare its bits: make 
 	.venv/bin/python -m tools.record $(NAME) $(ARGS)
 
 trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
-	.venv/bin/python -m tests.support.fork_trial $(ARGS)
+	.venv/bin/python -m tools.trial $(ARGS)
 
 test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: test-env ## run the slow tests too
 	$(PYTEST) $(TESTS) $(ARGS)
+
+test-core: test-env ## run the quick tests without those of tools/, examples/ and this repository's rules
+	$(PYTEST) -m "not slow" --ignore tests/tools --ignore tests/repo --ignore tests/test_examples.py $(ARGS)
 
 test-repo: test-env ## run the tests of this repository's rules, pages and patches alone
 	$(PYTEST) -m "not slow" tests/repo $(ARGS)

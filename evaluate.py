@@ -66,7 +66,7 @@ def main(config: EvaluateConfig) -> None:
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:
-            save(directory, config.run, metrics, losses_by_position)
+            save(directory, metrics, losses_by_position)
         except OSError as error:
             raise ConfigError(f"out: {str(directory)!r} cannot be written: {error}; name another one") from None
     accelerator.wait_for_everyone()
@@ -142,8 +142,8 @@ def output_directory(config: EvaluateConfig) -> Path:
     return folder.with_name(f"{folder.name}.evaluation")  # not inside: the folder may be published
 
 
-def save(directory: Path, name: str, metrics: dict[str, Any], losses: list[float]) -> None:
-    """Save evaluation.json and evaluation.png; `name` is the title of the figure."""
+def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:
+    """Save evaluation.json."""
     directory.mkdir(parents=True, exist_ok=True)
     by_position = [loss if math.isfinite(loss) else None for loss in losses]
     write_atomically(

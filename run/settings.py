@@ -79,8 +79,8 @@ class EvaluateConfig(TrainedModelConfig):
     """Windows in a forward pass. null: as many as produce 256 MiB of logits."""
 
     out: str | None = None
-    """Folder for evaluation.json and evaluation.png. null: the run's directory; for a folder NAME, NAME.evaluation
-    beside it; for a model of the Hub, OWNER--NAME.evaluation in the current directory."""
+    """Folder for evaluation.json. null: the run's directory; for a folder NAME, NAME.evaluation beside it; for a model
+    of the Hub, OWNER--NAME.evaluation in the current directory."""
 
 
 @dataclass

@@ -53,7 +53,6 @@ def evaluated(made, processes, *arguments):
     out = made / f"out{processes}"
     done = forked.run("evaluate.py", [*map(str, arguments), "--out", str(out)], processes, environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / "evaluation.png").stat().st_size > 5000
     return json.loads((out / "evaluation.json").read_text())
 
 

@@ -86,7 +86,6 @@ def test_tutorial_configs_train(runs):
     ):
         assert fact in start_block
     assert "arning" not in done.stdout + done.stderr
-    assert (runs / "random_tokens" / "loss.png").read_bytes().startswith(b"\x89PNG")
     status = json.loads((runs / "random_tokens" / "status.json").read_text())
     assert status == {"state": "finished", "step": 50, "reason": ""}
 

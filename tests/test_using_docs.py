@@ -60,7 +60,7 @@ def test_command_of_evaluation_page_works(command, folder):
     done = python(command, folder)
     if "evaluate.py" in command:
         run = folder / re.search(r"runs/\w+", command)[0]
-        assert '"val/loss": ' in done.stdout and (run / "evaluation.png").exists()
+        assert '"val/loss": ' in done.stdout and (run / "evaluation.json").exists()
 
 
 def test_commands_of_using_pages_are_found():

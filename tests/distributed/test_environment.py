@@ -116,6 +116,6 @@ def test_importing_train_loads_no_slow_packages():
 def test_imports_do_not_initialise_cuda():
     """Forks of a process that has initialised CUDA cannot use it; notebooks and tests/support/forked.py fork."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"
-    code += "import train, verify, replay, sample, export, evaluate, checkpoint.storage"
+    code += "import train, verify, sample, export, evaluate, checkpoint.storage"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

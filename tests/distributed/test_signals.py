@@ -266,36 +266,24 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """Saved after steps 3 and 6."""
-    out_dir = tmp_path_factory.mktemp("short")
-    train(*TINY_STORIES, *"--steps 6 --checkpoint.every 3 --evaluation.every 0 --name run --out_dir".split(), out_dir)
-    return out_dir / "run"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "processes"),
-    [
-        (["tools.replay", "RUN", "5"], 0),  # its first training has one step only
-        (["tools.replay", "RUN", "--audit", "9"], 2),
-        (["tools.plan", *TINY_STORIES], 0),
-        (["verify.py", *TINY_STORIES, "--out_dir", "RUN/verified"], 2),
-    ],
-    ids=["replay", "audit", "plan", "verify"],
-)
-def test_signal_stops_nested_training(words, processes, short, tmp_path):
-    """In the first training of the script; with several processes, the signal goes to one that is not the main one."""
-    words = [word.replace("RUN", str(short)) for word in words]
-    launch = forked.Launch("-c", [SIGNALLED, *words], processes, environment(TMPDIR=str(tmp_path)))
+def assert_signal_stops(code, words, processes, temporary):
+    """Check that a signal in the first training of a script stops it, and that it leaves no temporary files."""
+    launch = forked.Launch("-c", [code, *words], processes, environment(TMPDIR=str(temporary)))
     for process in launch.processes:
         process.join(WAIT_SECONDS)
     assert {process.exitcode for process in launch.processes} == {75}, launch.output()
     output, errors = launch.output()
     assert "FAIL" not in output and "holds" not in output and "matches its settings" not in output
     assert "stopped by a signal before the end\n" in errors and "Traceback" not in errors
-    assert not list(tmp_path.iterdir()) and not list(short.glob("verified/*"))
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.slow
+def test_signal_stops_nested_training(runs, tmp_path):
+    """The signal goes to the process that is not the main one."""
+    (temporary := tmp_path / "temporary").mkdir()
+    assert_signal_stops(SIGNALLED, ["verify.py", *TINY_STORIES, "--out_dir", str(runs)], 2, temporary)
+    assert not list(runs.glob("*"))
 
 
 def test_ctrl_c_after_nested_training_interrupts():

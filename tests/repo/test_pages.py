@@ -71,7 +71,7 @@ def test_command_of_first_pages(command, out_dir):
         assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
-        assert "The run is in" in done.stdout and (out_dir / "stories" / "loss.png").exists()
+        assert "The run is in" in done.stdout
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
 
 
@@ -166,10 +166,11 @@ def test_readme_is_short():
     assert len(README) < 6000, "move details to the page where a reader looks for them"
 
 
-def test_contributing_lists_packages_in_layer_order():
+def test_contributing_lists_every_part():
     section = re.search(r"(?s)## Packages\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text())[1]
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-    assert [package.strip("/") for row in rows for package in re.findall(r"`(.*?)`", row)] == list(CORE)
+    listed = [part.strip("/") for row in rows for part in re.findall(r"`(.*?)`", row)]
+    assert sorted(listed) == sorted([*CORE, "tools"])
 
 
 def test_every_guarantee_names_existing_tests():

@@ -70,12 +70,12 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
     ids=lambda them: f"{len(them)}_{them[0][0]}",
 )
 def test_patched_repository_trains_resumes_and_is_verified(experiments, tmp_path):
-    """By tests/support/fork_trial.py, in the copy."""
+    """By tools/trial.py, in the copy."""
     copy = copy_of_the_repository(tmp_path / "copy")
     for index, (name, *_) in enumerate(experiments):
         apply(name, list(APPLY)[index % 2], copy)
     settings = [word for *_, words in experiments for word in shlex.split(words)]
-    command = [sys.executable, "-m", "tests.support.fork_trial", *settings]
+    command = [sys.executable, "-m", "tools.trial", *settings]
     done = subprocess.run(command, cwd=copy, env=environment(), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     results = re.findall(r"^(PASS|SKIP)  ", done.stdout, re.M)

@@ -1,23 +1,20 @@
-"""metrics.jsonl, trackers, the terminal and the loss curve, also after a rewind."""
+"""metrics.jsonl, trackers and the terminal, also after a rewind."""
 
 import base64
 import fcntl
 import hashlib
 import io
 import json
-import math
 import os
 import pty
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 import threading
 from collections import Counter
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -25,9 +22,6 @@ from unittest.mock import MagicMock
 import pytest
 from accelerate import PartialState
 from accelerate.utils import LoggerType
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from config.errors import ConfigError
 from config.parser import parse_config
@@ -35,10 +29,8 @@ from distributed.signals import Preempted
 from run import trackers
 from run.directory import RunDirectory
 from run.reporting import Reporter
-from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train, train_command
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train
 from tests.support import forked
-from tools.plot.run_plots import save_loss_curve
-from tools.plot.style import style_loss_axes
 
 STEPS = 4
 SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4".split()]
@@ -402,52 +394,12 @@ def test_terminal_shows_progress_bar(runs):
     assert "train/loss" not in text and "] loss =" not in text, "lines are printed only without a terminal"
     assert text.rstrip().endswith("Training finished.")
     assert text.count("run: ") == 1, "only the main process prints"
-    assert re.search(r"[\r\n]Loss curve: ", text), "not at the end of the bar"
+    assert re.search(r"[\r\n]The run is in ", text), "not at the end of the bar"
 
 
 def test_terminal_without_width_shows_lines(runs):
     text = run_on_terminal(runs, columns=0, processes=1)
     assert "[step 4 / 4] loss = " in text and "step/s" not in text
-
-
-def test_plot_redraws_loss_curve_and_names_missing_run(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": 1.5, "val/loss": 1.6, "val/entropy": 1.0}\n'
-    )
-    assert save_loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
-    for arguments, code, expected_error in (
-        ("nowhere", 2, "nowhere"),
-        ("", 2, "tools.plot: error: "),
-        ("--help", 0, ""),
-    ):
-        command = [*train_command()[:1], "tools.plot", *arguments.split()]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and expected_error in done.stderr and "Traceback" not in done.stderr
-        assert ("usage: tools.plot" in done.stdout) == (code == 0)
-
-
-@pytest.mark.parametrize(
-    "losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2], [10.8201, 10.8199], [5.0, 2.0, math.inf]]
-)
-def test_loss_axis_labels_are_distinct_without_overlap(losses):
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(losses)
-    style_loss_axes(axes, losses)
-    FigureCanvasAgg(figure).draw()
-    low, high = axes.get_ylim()
-    labels = [label for minor in (False, True) for label in axes.get_yticklabels(minor)]
-    seen = [label for label in labels if low < label.get_position()[1] < high and label.get_text()]
-    boxes = sorted(label.get_window_extent().extents[[1, 3]].tolist() for label in seen)
-    assert len(boxes) > 2 and all(a[1] <= b[0] + 1 for a, b in pairwise(boxes))
-    assert len({label.get_text() for label in seen}) == len(seen)
-
-
-def test_loss_curve_shows_single_point(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
-    image = imread(save_loss_curve(tmp_path))
-    below_the_legend = image[len(image) // 4 :, :, :3]
-    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "the point is not visible"
 
 
 class Terminal(io.StringIO):

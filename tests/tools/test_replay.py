@@ -23,8 +23,9 @@ from config.errors import ConfigError, RunError
 from data.files import sha256
 from distributed.signals import Preempted
 from distributed.state_hash import digest_tensors
-from tests.conftest import TINY_STORIES, assert_same_bits, environment, python, tensors, thinned, train
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, thinned, train
 from tests.support import forked
+from tests.training.test_schedule import FORK
 from tools.replay.audit import audit, record_problems
 from tools.replay.recorded_run import RecordedRun, Retrained
 from tools.replay.settings import ReplayConfig
@@ -84,11 +85,24 @@ def test_replay_of_diverged_run_prints_the_cause_alone(tmp_path):
 
 
 @pytest.mark.slow
+def test_replay_of_a_forked_schedule(tmp_path):
+    """A replayed step has the scheduled clipping and dropout."""
+    recipe = [*TINY_STORIES, "--optimizer.grad_clip", "0.3", "--out_dir", str(tmp_path), "--name", "run"]
+    for words in (["train.py", *recipe], ["tools.replay", str(tmp_path / "run"), "4"]):
+        done = forked.run("-c", [FORK, *words], 0, environment(CXX="/nonexistent"))
+        assert done.returncode == 0, done
+    row = metrics(tmp_path / "run")[3]
+    assert "step 4: reproduced bitwise (1 digest(s))" in done.stdout
+    fp32 = [float(figure) for figure in re.search(r"fp32 +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE).groups()]
+    assert fp32 == pytest.approx([row["train/loss"], row["train/grad_norm"]], abs=1e-6)
+
+
+@pytest.mark.slow
 def test_replay_of_a_forked_step(tmp_path):
     """The gradient is that of the fork's training objective."""
     recipe = [*map(str, RECIPE), "--model.dropout", "0", "--out_dir", str(tmp_path), "--name", "fork"]
     for words in (["train", *recipe], ["replay", str(tmp_path / "fork"), "3"]):
-        done = forked.run("tests/programs/freezing.py", words, 1, environment(CXX="/nonexistent"))
+        done = forked.run("tests/tools/freezing.py", words, 1, environment(CXX="/nonexistent"))
         assert done.returncode == 0, done.stdout + done.stderr
     row = next(row for row in map(json.loads, (tmp_path / "fork" / "metrics.jsonl").open()) if row["step"] == 3)
     assert "step 3: reproduced bitwise (1 digest(s))" in done.stdout
@@ -711,7 +725,7 @@ def test_two_processes_replay_and_audit_bitwise(tmp_path):
     """All digests are compared, and the shared temporary folder is left empty."""
     train(*RECIPE, "--out_dir", tmp_path, "--name", "run", processes=2)
     (temporary := tmp_path / "temporary").mkdir()
-    replay = f"accelerate launch --config_file accelerate_configs/cpu.yaml tools.replay {tmp_path / 'run'}"
+    replay = f"accelerate launch --config_file accelerate_configs/cpu.yaml -m tools.replay {tmp_path / 'run'}"
     shown = python(f"{replay} 4 --num_sequences 1 --arithmetic false", TMPDIR=str(temporary)).stdout
     assert "retrained from" in shown and shown.count("reproduced bitwise (1 digest(s))") == 2
     assert shown.count("sequences of step 4") == 1

@@ -22,7 +22,7 @@ from tools.scale.ladder import LadderRun, base_config, build_ladder, extrapolate
 from tools.scale.law import Law
 from tools.scale.recipe import as_yaml, find_best_learning_rate, make_recipe
 
-SCALE = [sys.executable, "tools.scale"]
+SCALE = [sys.executable, "-m", "tools.scale"]
 TRUE = Law(2.0, 0.5, 300.0, 0.45)
 ENTROPY = 0.4
 FAKE = """

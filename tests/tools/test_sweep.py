@@ -312,7 +312,7 @@ def test_own_options_may_be_anywhere(monkeypatch, capsys):
 def test_signal_stops_run_and_sweep(sweep, tmp_path):
     """The signal is sent to the process of the sweep alone."""
     (sweep.directory / "endings").write_text(json.dumps({"tiny_stories-seed_0": ["waits"]}))
-    command = [sys.executable, "tools.sweep", *TINY_STORIES, "--out_dir", sweep.directory, "--seed", "0,1"]
+    command = [sys.executable, "-m", "tools.sweep", *TINY_STORIES, "--out_dir", sweep.directory, "--seed", "0,1"]
     command += ["--launch", f"{sys.executable} {tmp_path / 'fake.py'}"]
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     while not (sweep.directory / "tiny_stories-seed_0" / "waiting").exists():

@@ -1,16 +1,12 @@
 """tracking.block_stats: logged statistics match the checkpoints, and no bit of the run changes."""
 
-import json
-
 import pytest
 import torch
-from matplotlib.image import imread
 
 from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, metrics, tensors, train
-from tools.plot.run_plots import save_block_stats
 from training.block_stats import BlockStatistics
 
 SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
@@ -32,7 +28,6 @@ def test_block_statistics_change_no_bit(run):
     without = metrics(run.with_name("false"))
     assert [{k: v for k, v in row.items() if not k.startswith("layers/")} for row in metrics(run)] == without
     assert len({row["state/digest"] for row in without}) == 3
-    assert not run.with_name("false").joinpath("layers.png").exists()
 
 
 @pytest.mark.parametrize("block", [0, 1])
@@ -79,19 +74,6 @@ def test_exact_block_statistics_equal_on_any_processes(tmp_path):
     for processes in (0, 2, 4):
         train(*exact, "--name", processes, processes=processes)
     assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")
-
-
-def test_block_statistics_figure_is_drawn(run):
-    drawn = (run / "layers.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG") and save_block_stats(run).read_bytes() == drawn
-
-
-@pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
-def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
-    rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    image = imread(save_block_stats(tmp_path))
-    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "the middle of the figure is empty"
 
 
 def recorded(blocks):

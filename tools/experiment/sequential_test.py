@@ -12,7 +12,7 @@ stopping rule.
 With few runs the variances are unknown and may be unequal, so an analysis uses the quantile of Student's t at its
 nominal level in place of the normal one (Pocock, "Group sequential methods", 1977), with the degrees of freedom of
 Welch ("The generalization of Student's problem", 1947). This is an approximation, whose error rates are simulated in
-tests/experiments/test_sequential_test.py.
+tests/tools/experiment/test_sequential_test.py.
 
 The baseline may have more runs than the candidate, all of them trained before the first analysis. The means then still
 have independent increments in the information 1 / (1 / n + 1 / m), so the same recursion gives the levels. But with few

@@ -16,7 +16,7 @@ def main(config: PlotConfig) -> None:
         try:
             for figure in filter(None, draw(directory, config.x)):
                 print(figure)
-        except OSError as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:  # of a file that is missing or damaged
             raise ConfigError(f"runs: {run!r} cannot be plotted: {error}") from None
 
 

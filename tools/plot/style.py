@@ -56,7 +56,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 @contextmanager
 def report_plot_errors(figure_name: str, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Print an error while plotting instead of raising it, so that a plot cannot end a training run."""
+    """Print an error while plotting instead of raising it, so that a plot cannot end a chain of experiments."""
     try:
         yield
     except Exception as error:
@@ -64,7 +64,7 @@ def report_plot_errors(figure_name: str, say: Callable[[str], None] = print) -> 
 
 
 def run_style(index: int) -> dict[str, Any]:
-    """Return the colour and dashes of run number `index`; comparison/report.html uses the same."""
+    """Return the colour and dashes of run number `index`; tools/compare/report.html uses the same."""
     return {"color": COLORS[index % len(COLORS)], "linestyle": (0, DASHES[index % len(DASHES)])}
 
 

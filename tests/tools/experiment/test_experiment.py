@@ -646,7 +646,9 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
 def command(tmp_path, idea, *words):
     (tmp_path / "tiny.yaml").write_text(REAL)
     common = ["--config", tmp_path / "tiny.yaml", "--lab", tmp_path / "lab", "--speedup", "false", "--json"]
-    return list(map(str, [sys.executable, "tools.experiment", idea, *common, *words]))  # words override the recipe
+    return list(
+        map(str, [sys.executable, "-m", "tools.experiment", idea, *common, *words])
+    )  # words override the recipe
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""Figures are readable, have round ticks, and never end the program that draws them."""
+"""Figures are readable, have round ticks, and show what a run logged."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,17 +9,21 @@ import sys
 from itertools import pairwise
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from config.errors import ConfigError
-from tests.conftest import ROOT, TINY_STORIES, environment
-from tests.distributed.test_signals import status
+from run.metrics_log import read_rows
+from tests.conftest import ROOT, TINY_STORIES, environment, python, train
 from tests.support import forked
 from tests.tools.test_compare import DOM
 from tools.compare import report
 from tools.compare.report import EXCESS_LOSS, Curves, save_figure, save_page
+from tools.plot import command, style
 from tools.plot import run_plots as plot
-from tools.plot import style
+from tools.plot.settings import PlotConfig
 
 TOKENS_PER_STEP, SECONDS_PER_STEP = 100, 2.0
 
@@ -197,16 +202,16 @@ def test_flops_axis_without_sessions_is_refused(run):
 
 
 def test_plot_ignores_backend_of_a_notebook(run):
-    command = [sys.executable, "tools.plot", run, "--x", "tokens"]
+    words = [sys.executable, "-m", "tools.plot", run, "--x", "tokens"]
     env = environment(MPLBACKEND="of a notebook")
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_only_new_figure_imports_matplotlib_first():
     """The backend is chosen at the first import of matplotlib, which must be the one in new_figure."""
-    files = {file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern)}
+    files = {file for pattern in ("*.py", "*/*.py", "tools/*/*.py") for file in ROOT.glob(pattern)}
     files -= {file for folder in ("tests", "examples") for file in (ROOT / folder).glob("*.py")}
     at_once = re.compile(
         r"^(?:import|from) matplotlib|^ +(?:import matplotlib\.|from matplotlib\.)(?:figure|pyplot)", re.M
@@ -215,30 +220,86 @@ def test_only_new_figure_imports_matplotlib_first():
     assert len(files) > 50 and found == {"style.py"}
 
 
-CANNOT_DRAW = """
-import sys
-import matplotlib.figure
-from importlib import import_module
-from cli import scripts
-
-def fail(*_, **__):
-    raise ValueError("no picture today")
-
-matplotlib.figure.Figure.savefig = fail
-script = sys.argv.pop(1)
-scripts.run_and_exit(script, None if script == "train" else getattr(import_module(script), f"{script.title()}Config"))
-"""
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"), [("nowhere", 2, "nowhere"), ("", 2, "tools.plot: error: "), ("--help", 0, "")]
+)
+def test_plot_names_missing_run(arguments, code, error):
+    done = forked.run("tools.plot", arguments.split(), 0, environment())
+    assert done.returncode == code and error in done.stderr and "Traceback" not in done.stderr
+    assert ("usage: tools.plot" in done.stdout) == (code == 0)
 
 
-def test_plot_error_ends_no_training_evaluation_or_export(tmp_path):
-    arguments = [*TINY_STORIES, "--out_dir", str(tmp_path), "--name", "run"]
-    for script, words in (
-        ("train", arguments),
-        ("evaluate", [str(tmp_path / "run"), "--num_samples", "4"]),
-        ("export", [str(tmp_path / "run"), str(tmp_path / "exported")]),
-    ):
-        done = forked.run("-c", [CANNOT_DRAW, script, *words], 0, environment())
-        assert done.returncode == 0, done.stderr
-        assert "cannot be plotted: no picture today" in done.stdout and "Traceback" not in done.stderr
-    assert status(tmp_path / "run")["state"] == "finished" and (tmp_path / "run" / "evaluation.json").exists()
-    assert "loss.png" not in (tmp_path / "exported" / "README.md").read_text()
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A short run on stories with facts and block statistics, which was evaluated."""
+    out_dir = tmp_path_factory.mktemp("trained")
+    logged = "--steps 4 --evaluation.every 2 --data.facts 16 --tracking.block_stats true --name run --out_dir"
+    train(*TINY_STORIES, *logged.split(), out_dir)
+    python(f"python evaluate.py {out_dir / 'run'} --num_samples 4")
+    return out_dir / "run"
+
+
+def test_plot_draws_all_that_a_run_logged(trained):
+    assert not list(trained.glob("*.png")), "only tools.plot draws"
+    printed = python(f"python -m tools.plot {trained}").stdout
+    for name in ("loss", "excess", "layers", "evaluation"):
+        assert f"{trained / name}.png\n" in printed and (trained / f"{name}.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    "content", ["[", "{}", '{"loss_by_position": 1}', '{"loss_by_position": [1], "val/loss": "x"}']
+)
+def test_plot_refuses_damaged_evaluation(content, tmp_path):
+    (tmp_path / "evaluation.json").write_text(content)
+    with pytest.raises(ConfigError, match="runs: .* cannot be plotted: "):
+        command.main(PlotConfig([str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    "losses", [[5.1, 0.0038], [5.0, 0.43], [11.0, 1.2], [6.5, 6.2], [10.8201, 10.8199], [5.0, 2.0, math.inf]]
+)
+def test_loss_axis_labels_are_distinct_without_overlap(losses):
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(losses)
+    style.style_loss_axes(axes, losses)
+    FigureCanvasAgg(figure).draw()
+    low, high = axes.get_ylim()
+    labels = [label for minor in (False, True) for label in axes.get_yticklabels(minor)]
+    seen = [label for label in labels if low < label.get_position()[1] < high and label.get_text()]
+    boxes = sorted(label.get_window_extent().extents[[1, 3]].tolist() for label in seen)
+    assert len(boxes) > 2 and all(a[1] <= b[0] + 1 for a, b in pairwise(boxes))
+    assert len({label.get_text() for label in seen}) == len(seen)
+
+
+def test_loss_curve_shows_single_point(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.0}\n')
+    image = imread(plot.save_loss_curve(tmp_path))
+    below_the_legend = image[len(image) // 4 :, :, :3]
+    assert (below_the_legend.max(2) - below_the_legend.min(2)).max() > 0.2, "the point is not visible"
+
+
+def test_loss_curve_skips_damaged_rows(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "train/loss": 2.5}\n{"train/loss": 9}\n[[[\n{"step": 2, "train/loss": "x"}\n{"step": 3, "train/lo'
+    )
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert plot.save_loss_curve(tmp_path).read_bytes().startswith(PNG)
+
+
+def test_loss_curve_accepts_mathtext_in_run_name(tmp_path):
+    for name in ("a$x^$b", "\udcff"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n')
+        assert plot.save_loss_curve(tmp_path / name).read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [((10, 20), 1), ((10,), 2), ((10,), 1)])
+def test_figure_shows_single_block_or_step(steps, blocks, tmp_path):
+    rows = [{"step": step, **{f"layers/update_ratio/{block}": 0.1 for block in range(blocks)}} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    image = imread(plot.save_block_stats(tmp_path))
+    assert image[len(image) // 2, len(image[0]) // 3, :3].min() < 0.9, "the middle of the figure is empty"

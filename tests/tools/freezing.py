@@ -1,4 +1,4 @@
-"""Run train.py or tools.replay of a fork: python tests/programs/freezing.py train|replay ...
+"""Run train.py or tools.replay of a fork: python tests/tools/freezing.py train|replay ...
 
 The model has a loss term weighted by the targets, as in docs/forking.md, and the optimizer trains only the output
 projections of attention.
@@ -10,7 +10,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
-from checks.short_run import parse_short_run
 from cli import scripts
 from tools.replay import replay
 from tools.replay.settings import ReplayConfig
@@ -39,6 +38,4 @@ if __name__ == "__main__":
     script = sys.argv.pop(1)
     if script == "replay":
         scripts.run_and_exit("tools.replay", ReplayConfig, module="tools.replay.replay")
-    if script == "verify":
-        scripts.run_and_exit("verify", parse_short_run, module="checks.verification")
     scripts.run_and_exit(script)

@@ -1,4 +1,4 @@
-"""Try a fork: `make trial`, or python -m tests.support.fork_trial [--verify_steps N] [--base COMMIT] [SETTINGS]...
+"""Try a fork: python -m tools.trial [--verify_steps N] [--base COMMIT] [SETTINGS]... (make trial).
 
 Train 20 steps on two processes without a stop; train them again, kill both processes half-way and resume, which must
 give the same metrics and the same digest of all weights and moments; run verify.py; then train the short runs of
@@ -25,7 +25,8 @@ from tests.support import forked
 from tools.experiment.change import Change, checked_out, git, resolve_commits
 
 # An evaluation after each step leaves time to kill the processes.
-TRIAL = "--config tests/support/tiny_stories.yaml --steps 20 --checkpoint.every 5 --evaluation.every 1".split()
+TRIAL = ["--config", "tests/support/tiny_stories.yaml", "--steps", "20"]
+TRIAL += ["--checkpoint.every", "5", "--evaluation.every", "1"]
 UPSTREAM = ("upstream/main", "origin/main", "main")
 
 
@@ -128,6 +129,7 @@ def check_defaults(ref: str | None) -> None:
 
 
 def main(out_dir: str, verify_steps: str, base: str | None, settings: list[str]) -> None:
+    """Try the fork with these settings; raise TrialError for the first guarantee that it does not keep."""
     arguments = [*TRIAL, *settings, "--out_dir", out_dir]
     uninterrupted, killed = (Path(out_dir, name) for name in ("uninterrupted", "killed"))
     run_script("train.py", [*arguments, "--name", "uninterrupted"])
@@ -160,4 +162,4 @@ if __name__ == "__main__":
         try:
             main(str(Path(folder, "runs")), own.verify_steps, own.base, settings)
         except TrialError as error:
-            sys.exit(f"fork_trial: {error}")
+            sys.exit(f"tools.trial: error: {error}")

@@ -1,0 +1,37 @@
+"""Replaying and comparing report that a run was trained by other code."""
+
+import pytest
+
+from checkpoint.identity import code_hash
+from tests.checkpoint.test_identity import finished, run, tree, under_code  # noqa: F401 - fixtures
+from tests.conftest import TINY_STORIES, python, train
+
+
+@pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
+def test_replay_reports_other_code(code, run):  # noqa: F811
+    under_code(run, code)
+    shown = python(f"python -m tools.replay {run} --audit 1").stdout
+    assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
+    assert "bitwise identical" in shown
+
+
+@pytest.mark.slow
+def test_compare_separates_runs_by_code(tree, tmp_path):  # noqa: F811
+    """One line of the model differs and no setting; both versions train with the same seeds."""
+    model = tree / "model" / "gpt.py"
+    words = [*TINY_STORIES, "--steps", 4, "--out_dir", tmp_path / "runs", "--tracking.wandb", "disabled"]
+    line = "std=0.02"
+    assert model.read_text().count(line) >= 1
+    for seed in (0, 1):
+        train(*words, "--seed", seed, "--name", f"main-{seed}")
+    model.write_text(model.read_text().replace(line, "std=0.03"))
+    for seed in (0, 1):
+        train(*words, "--seed", seed, "--name", f"branch-{seed}", cwd=tree)
+    paths = " ".join(str(tmp_path / "runs" / name) for name in ("main-0", "main-1", "branch-0", "branch-1"))
+    shown = python(f"python -m tools.compare {paths} --out null").stdout
+    codes = [code_hash(), code_hash(tree)]
+    assert f"code: {codes[0]} in main-0, main-1; {codes[1]} in branch-0, branch-1" in shown
+    recipes = [line for line in shown.splitlines() if line.startswith("code ")]
+    assert len(recipes) == 2 and all(code in " ".join(recipes) for code in codes)
+    done = train(*words, "--seed", 0, "--name", "main-0", cwd=tree)
+    assert "Other code: " in done.stdout and "is complete" in done.stdout
