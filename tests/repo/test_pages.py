@@ -13,6 +13,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tests.repo.test_rules import CORE
 from tests.test_examples import RUNGS as SCRIPTS
 
 README = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""`make trial` compares a fork with the commit that it began from, and names the first difference."""
+"""`make trial` names the first difference after a kill, and says how the defaults changed against HEAD."""
 
 import subprocess
 import sys
@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tools import trial
 from tools.experiment import change
-from tools.trial import TrialError, check_defaults, compare_defaults, compare_rows, find_base
+from tools.trial import TrialError, changed_results, compare_rows
 
 
 @pytest.mark.slow
@@ -31,36 +32,40 @@ def test_trial_names_first_difference(resumed, message):
         compare_rows([{"step": 1, "train/loss": 2.0}], resumed)
 
 
-def test_trial_refuses_moved_defaults():
-    base = {"stories": {"state/digest": "1", "train/loss": 5.0}, "dropped": {"state/digest": "2"}}
-    compare_defaults(base, {"stories": {"state/digest": "1", "train/loss": 5.0}, "added": {"state/digest": "3"}})
-    moved = {"stories": {"state/digest": "4", "train/loss": 5.0}}
-    with pytest.raises(TrialError, match="^defaults moved: .*stories: state/digest is 4, 1 before"):
-        compare_defaults(base, moved)
+def test_trial_names_changed_results():
+    before = {"stories": {"state/digest": "1", "train/loss": 5.0}, "dropped": {"state/digest": "2"}}
+    after = {"stories": {"state/digest": "1", "train/loss": 5.0}, "added": {"state/digest": "3"}}
+    assert changed_results(before, after) == []
+    after["stories"]["state/digest"] = "4"
+    assert changed_results(before, after) == ["stories: state/digest is 4, 1 before"]
 
 
 @pytest.fixture
-def fork_repository(tmp_path, monkeypatch):
-    """A git repository whose checked-out branch is one commit ahead of main."""
+def repository(tmp_path, monkeypatch):
+    """A git repository with one commit."""
     monkeypatch.setattr(change, "ROOT", tmp_path)
     change.git("init", "--quiet", "--initial-branch", "main")
-    for branch in ("main", "fork"):
-        (tmp_path / "code.py").write_text(f"# {branch}")
-        change.git("add", ".")
-        change.git("commit", "--quiet", "--message", branch, **change.AUTHOR)
-        change.git("checkout", "--quiet", "-B", "fork")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    change.git("add", ".")
+    change.git("commit", "--quiet", "--message", "first", **change.AUTHOR)
     return tmp_path
 
 
-def test_trial_compares_defaults_with_merge_base(fork_repository):
-    upstream = change.git("rev-parse", "main")
-    assert find_base(None) == upstream
-    assert find_base("HEAD") == change.git("rev-parse", "fork") != upstream
-
-
-def test_trial_reports_uncompared_defaults(fork_repository, capsys):
-    check_defaults("HEAD")
-    check_defaults("no_such_branch")
-    unchanged, unknown = capsys.readouterr().out.splitlines()
-    assert unchanged.startswith("defaults: not compared: ") and "--base COMMIT" in unchanged
-    assert unknown.startswith("defaults: not compared: git merge-base fails: ")
+def test_trial_reports_defaults_against_head(repository, capsys, monkeypatch):
+    """An edit in place changes them, which is no failure; a new setting does not."""
+    trained = [{"stories": {"state/digest": "1"}}, {"stories": {"state/digest": "1"}}]
+    monkeypatch.setattr(trial, "train_at_defaults", lambda base, own: trained)
+    trial.report_defaults("HEAD")
+    (repository / "code.py").write_text("x = 2\n")
+    trial.report_defaults("HEAD")
+    trained[1] = {"stories": {"state/digest": "2"}}
+    trial.report_defaults("HEAD")
+    trial.report_defaults("no_such_branch")
+    unchanged, same, edited, unknown = capsys.readouterr().out.splitlines()
+    head = change.git("rev-parse", "HEAD")[:12]
+    assert unchanged == f"defaults: no code differs from {head}; --base COMMIT names an earlier one"
+    assert same == f"defaults: the same bits as {head}"
+    assert edited == (
+        f"defaults: other results than {head}, as after an edit in place: stories: state/digest is 2, 1 before"
+    )
+    assert unknown.startswith("defaults: not compared: git rev-parse fails: ")
