@@ -76,6 +76,7 @@ ROWS = {
     # Environment variables
     "some of the variables that a launcher sets": Row(
         {"WORLD_SIZE": "2", "RANK": "0"},
+        words=["train.py", *ONE_STEP, "--global_batch_size", "8"],
         exit_code=2,
         expected=["2 processes, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"],
     ),

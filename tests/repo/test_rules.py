@@ -51,6 +51,25 @@ def test_core_imports_no_tools(part):
         assert "accelerate" not in imported_packages(part)
 
 
+CORE_TESTS = [
+    file
+    for file in (ROOT / "tests").rglob("*.py")
+    if not {"tools", "repo"} & set(file.relative_to(ROOT).parts) and file.name != "test_examples.py"
+]
+
+
+def test_core_tests_import_no_tools():
+    assert len(CORE_TESTS) > 50
+    optional = ("tools", "benchmarks", "tests.tools", "tests.repo", "tests.test_examples")
+    found = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in CORE_TESTS
+        for name in imported_modules(file)
+        if f"{name}.".startswith(tuple(f"{one}." for one in optional))
+    }
+    assert not found
+
+
 def test_imports_have_no_circle():
     """Neither between packages, nor between the modules and packages of tools/."""
     names = {part.removesuffix(".py"): imported_packages(part) - {part} for part in CORE}

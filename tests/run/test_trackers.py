@@ -301,13 +301,14 @@ def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("failure", [None, Preempted("stopped by a signal")])
-def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, monkeypatch, capsys):
+def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, tmp_path, monkeypatch, capsys):
     """No checkpoint exists here, so an attempted export fails and is reported."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with suppress(Preempted), tracked("--tracking.wandb", "offline", "--tracking.log_model", "true"):
         if failure:
             raise failure
-    assert ("The model is not logged: " in capsys.readouterr().out) == (failure is None)
+    message = f"The model is not logged: {tmp_path / 'run'} has no valid checkpoint\n"
+    assert (message in capsys.readouterr().out) == (failure is None)
 
 
 @pytest.mark.parametrize(

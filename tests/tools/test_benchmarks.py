@@ -210,7 +210,7 @@ def hashes_of_published_files():
 @pytest.mark.parametrize("name", [name for name in command_line.CASES if name != "gpu"])
 def test_quick_run_measures_and_writes_nothing(name):
     before = hashes_of_published_files()
-    command = [sys.executable, "-m", "benchmarks", name, "--quick"]
+    command = [sys.executable, "-m", "tools.benchmark", name, "--quick"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert hashes_of_published_files() == before

@@ -210,8 +210,8 @@ def test_wrong_arguments_are_refused(arguments, message, pair, tmp_path, monkeyp
 
 
 def test_compare_and_sweep_import_no_torch():
-    code = "import sys, compare, sweep; from config.parser import parse_tool\n"
-    code += "parse_tool(compare.CompareConfig, 'compare', ['a']); "
+    code = "import sys; from config.parser import parse_tool; from tools.compare import command as compare\n"
+    code += "import tools.sweep.command; parse_tool(compare.CompareConfig, 'tools.compare', ['a']); "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT, check=True)
 
 
@@ -244,7 +244,7 @@ def test_welch_p_value_matches_known_values():
 
 def test_scipy_is_imported_for_verdicts_only(pair):
     """The import takes longer than the rest of tools.compare, which never needs torch."""
-    code = "import sys; import compare; compare.main(compare.CompareConfig(sys.argv[1:], out=None))"
+    code = "import sys; from tools.compare import command; command.main(command.CompareConfig(sys.argv[1:], out=None))"
     code += "; sys.exit(any(name in sys.modules for name in ('scipy', 'torch')))"
     subprocess.run([sys.executable, "-c", code, *pair], cwd=ROOT, check=True, capture_output=True)
 
@@ -790,7 +790,7 @@ def page_data(page: Path):
 @pytest.fixture
 def page_alone(monkeypatch):
     """Write a file instead of drawing the picture, which takes longest."""
-    monkeypatch.setattr("compare.save_figure", lambda title, curves, path, x: path.write_text(title))
+    monkeypatch.setattr("tools.compare.command.save_figure", lambda title, curves, path, x: path.write_text(title))
 
 
 def page_groups(page: Path):

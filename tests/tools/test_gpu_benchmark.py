@@ -24,7 +24,7 @@ BARE = """
 import runpy, sys
 sys.modules |= dict.fromkeys(["datasets", "wandb", "matplotlib", "pyarrow"])
 sys.argv[0] = "-m"
-runpy.run_module("benchmarks", run_name="__main__")
+runpy.run_module("tools.benchmark", run_name="__main__")
 """
 
 
@@ -84,7 +84,11 @@ def test_budget_and_missing_gpu_are_reported():
     assert done.stdout.strip() == "{}" and done.stderr.count("left out") == len(gpu.CASES)
     if not torch.cuda.is_available():
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "gpu"], cwd=ROOT, env=environment(), capture_output=True, text=True
+            [sys.executable, "-m", "tools.benchmark", "gpu"],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
         )
         assert done.returncode and "no GPU was found" in done.stderr
 

@@ -207,7 +207,7 @@ def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
 
 def test_changed_code_ends_sweep(sweep, monkeypatch, capsys):
     hashes = iter(["a", "b", "b"])
-    monkeypatch.setattr("sweep.code_hash", lambda: "a")
+    monkeypatch.setattr("tools.sweep.command.code_hash", lambda: "a")
     monkeypatch.setattr("tools.jobs.runner.code_hash", lambda: next(hashes))
     assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out

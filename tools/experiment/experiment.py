@@ -19,7 +19,7 @@ from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.files import temporary_folder
 from distributed.cores import available_cores
-from tools.experiment import log, settings
+from tools.experiment import log, settings, variants
 from tools.experiment.arm import Arm, ArmFailed, changed_settings, check_trained_alike, last_frame
 from tools.experiment.change import Change, checked_out, parse_change
 from tools.experiment.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
@@ -46,17 +46,6 @@ from tools.experiment.sequential_test import (
     estimate_difference,
 )
 from tools.experiment.settings import ExperimentConfig, parse_sizes, print_error, refuse_options
-from tools.experiment.variants import (
-    PREVIEW_STEPS,
-    match_width,
-    preview_arm,
-    scale_parameters,
-    scale_steps,
-    short_arm,
-    steps_in,
-    use_separate_seeds_if_equal,
-    with_tuning_seeds,
-)
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
 
@@ -173,7 +162,7 @@ class Experiment:
             except Failed as failed:
                 # Without pairs the tuning failed. Once one size was compared, the baseline is known to train.
                 if not comparisons:
-                    reference = pairs[-1][0] if pairs else with_tuning_seeds(baseline)
+                    reference = pairs[-1][0] if pairs else variants.with_tuning_seeds(baseline)
                     self.check_candidate_at_fault(failed, reference.run(0))
                 message, verdict = describe_failure(failed), "failed"
             cost = self.cost(*pairs[0], change.num_lines) if comparisons else None
@@ -218,15 +207,15 @@ class Experiment:
         untuned, candidate = baseline, self.resolve_candidate(baseline, code, change)
         self.facts |= {"candidate": candidate.name, "changed_settings": changed_settings(untuned, candidate)}
         check_targets(baseline, candidate)
-        candidate = use_separate_seeds_if_equal(candidate, baseline)
+        candidate = variants.use_separate_seeds_if_equal(candidate, baseline)
         is_a_a_test = candidate.first_seed != baseline.first_seed
         if not (self.config.launch or is_a_a_test or candidate.settings["branch_from"]):
             self.preview(baseline, candidate, change.has_code)
         if self.config.tune:
-            self.train([with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])  # finds a broken arm
+            self.train([variants.with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])  # finds a broken arm
             baseline, candidate = self.tune(baseline), self.tune(candidate)
             self.facts["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
-            candidate = use_separate_seeds_if_equal(candidate, baseline)
+            candidate = variants.use_separate_seeds_if_equal(candidate, baseline)
         self.facts |= {"baseline": baseline.name, "candidate": candidate.name}
         self.facts["changed_settings"] = changed_settings(untuned, candidate)
         self.facts["candidate_settings"] = candidate.compared_settings
@@ -243,7 +232,7 @@ class Experiment:
         """
         try:
             with ThreadPoolExecutor(2) as pool:
-                reference, preview = pool.map(preview_arm, (baseline, candidate), ("", "verify" * has_code))
+                reference, preview = pool.map(variants.preview_arm, (baseline, candidate), ("", "verify" * has_code))
         except RunError as error:
             print(f"nothing is checked before the first seed: {error}", file=sys.stderr)
             self.facts["verify"] = f"not run: {error}" if has_code else None
@@ -253,11 +242,11 @@ class Experiment:
         if leaked > baseline_leaked + MAX_LEAKED:
             raise ArmFailed(
                 f"it trains on the validation set: {preview['validation_rows']} of the {preview['rows']} rows of its "
-                f"first {PREVIEW_STEPS} steps are in it"
+                f"first {variants.PREVIEW_STEPS} steps are in it"
             )
         is_same = reference["digest"] is not None and reference["digest"] == preview["digest"]
         if is_same and math.isclose(reference["loss"], preview["loss"], rel_tol=SAME_LOSS) and self.config.stop_early:
-            raise Identical(f"after {PREVIEW_STEPS} steps with a schedule of the same shape")
+            raise Identical(f"after {variants.PREVIEW_STEPS} steps with a schedule of the same shape")
 
     def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
         """Train runs as JobRunner.train does.
@@ -315,11 +304,13 @@ class Experiment:
         """Return the candidate with the feed-forward width of `--match`; raise ArmFailed if there is none."""
         if self.config.match is None:
             return candidate
-        return match_width(candidate, baseline, {"flops": "flops_per_token"}.get(self.config.match, self.config.match))
+        return variants.match_width(
+            candidate, baseline, {"flops": "flops_per_token"}.get(self.config.match, self.config.match)
+        )
 
     def scale_both(self, baseline: Arm, candidate: Arm, factor: float) -> tuple[Arm, Arm]:
         """Return both arms with `factor` times the parameters."""
-        baseline, candidate = scale_parameters(baseline, factor), scale_parameters(candidate, factor)
+        baseline, candidate = variants.scale_parameters(baseline, factor), variants.scale_parameters(candidate, factor)
         return baseline, candidate if factor == 1 else self.match(candidate, baseline)
 
     def wanted_runs(self, baseline: Arm, candidate: Arm, n: int) -> list[Training]:
@@ -392,7 +383,7 @@ class Experiment:
 
     def compute_multiplier(self, baseline: Arm, comparison: Comparison) -> Estimate | None:
         """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
-        arms = {factor: scale_steps(baseline, factor) for factor in BUDGETS}
+        arms = {factor: variants.scale_steps(baseline, factor) for factor in BUDGETS}
         try:
             self.train([arm.run(seed) for arm in arms.values() for seed in range(BUDGET_SEEDS)])
         except (OutOfTime, Failed) as error:
@@ -425,7 +416,9 @@ class Experiment:
         for turn in range(THROUGHPUT_ROUNDS):
             with temporary_folder(self.lab, "speed-") as folder:
                 for index in (0, 1) if turn % 2 else (1, 0):  # alternate which arm runs first
-                    run = short_arm(arms[index], steps_in(arms[index], THROUGHPUT_SECONDS), folder).run(0)
+                    run = variants.short_arm(
+                        arms[index], variants.steps_in(arms[index], THROUGHPUT_SECONDS), folder
+                    ).run(0)
                     self.train([run])
                     speeds[index].append(run.tokens_per_second())
         return speeds
@@ -444,7 +437,7 @@ class Experiment:
         values: list[float] = [value * factor for factor in TUNING_FACTORS]
         if isinstance(value, int):
             values = sorted({max(1, round(one)) for one in values})
-        arms = [with_tuning_seeds(arm.changed({setting: one})) for one in values]
+        arms = [variants.with_tuning_seeds(arm.changed({setting: one})) for one in values]
         runs = {one.digest: [one.run(seed) for seed in range(TUNING_SEEDS)] for one in arms}
         self.train([run for several in runs.values() for run in several], until_failure=False)
         if killed := [failed for failed in self.jobs.failures.values() if failed.killed]:

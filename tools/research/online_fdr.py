@@ -3,8 +3,8 @@
 By default LORD++ controls the false discovery rate: the expected fraction of accepted ideas that are not better
 (Ramdas et al., "Online control of the false discovery rate with decaying memory", 2017). A chain begins with a wealth;
 each test spends a part of it, and each discovery adds to it. In strict mode nothing is added: this controls the
-probability of any false acceptance. tests/tools/research/test_online_fdr.py simulates both, with the sequential test and shared
-baselines that the chain uses.
+probability of any false acceptance. tests/tools/research/test_online_fdr.py simulates both, with the sequential test
+and shared baselines that the chain uses.
 
 An idea that is under test counts as one without a discovery (Zrnic et al., "Asynchronous online testing of multiple
 hypotheses", 2021), so several may be tested at once.
