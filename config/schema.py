@@ -458,6 +458,12 @@ class TrainConfig:
                 yield self._indivisible_batch_message(name, size, num_processes)
         if self.exact and num_processes & (num_processes - 1):
             yield f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
+        if self.exact and self.global_batch_size is None:
+            size = self.micro_batch_size * num_processes
+            yield (
+                f"global_batch_size: null is {size} on {num_processes} process(es) and another number on others, so exact: "
+                f"true could not give the same bits; set it, such as to {size}"
+            )
         if self.exact and self.tf32:
             yield "exact: true multiplies in full float32; set tf32 to false"
 

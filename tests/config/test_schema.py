@@ -42,7 +42,7 @@ def test_later_settings_win(tmp_path):
 
 def test_parsed_numbers_are_plain():
     """torch.compile in torch 2.11 splits the graph of a block at a subclass of float, which is slow."""
-    config = parse_config([*RANDOM_TOKENS, "--model.window", "8", "--checkpoint.keep", "3", "--exact", "true"])
+    config = parse_config([*RANDOM_TOKENS, *"--model.window 8 --checkpoint.keep 3 --exact true --global_batch_size 8".split()])
     sections = [config, *(value for value in vars(config).values() if is_dataclass(value))]
     numbers = [value for section in sections for value in vars(section).values() if isinstance(value, int | float)]
     assert len(numbers) > 40 and {type(number) for number in numbers} == {int, float, bool}
@@ -129,6 +129,7 @@ def test_every_setting_is_documented(capsys):
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),
         (["--exact", "true", "--tf32", "true"], ["exact", "tf32"]),
+        (["--exact", "true", "--global_batch_size", "null"], ["global_batch_size: null is", "set it, such as to"]),
         (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
         (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
