@@ -93,19 +93,25 @@ def test_forked_loss_passes(monkeypatch):
     assert wrong(errors_of()) == ""
 
 
-def closed_form_if_chunked(monkeypatch):
-    """Let the loss take the gradient of plain cross-entropy where the chunks are a setting, whatever the loss is."""
-    monkeypatch.setattr(model.loss, "loss_of_logits", squared_loss)
-    monkeypatch.setattr(model.loss.NextTokenLoss, "is_cross_entropy", property(lambda self: bool(self.chunked)))
+def drop_squares_if_chunked(monkeypatch):
+    """Let the loss be plain cross-entropy where chunks are a setting."""
+    cross_entropy, compute = model.loss.loss_of_logits, model.loss.NextTokenLoss.__call__
+
+    def compute_loss(self, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.loss, "loss_of_logits", cross_entropy if self.chunked else squared_loss)
+            return compute(self, *arguments)
+
+    monkeypatch.setattr(model.loss.NextTokenLoss, "__call__", compute_loss)
 
 
 def test_missing_derivative_of_chunked_loss_is_found(monkeypatch):
-    closed_form_if_chunked(monkeypatch)
+    drop_squares_if_chunked(monkeypatch)
     assert wrong(errors_of()).endswith(", with a chunked loss")
 
 
 def test_settings_that_a_fork_refuses_are_skipped(monkeypatch):
-    closed_form_if_chunked(monkeypatch)
+    drop_squares_if_chunked(monkeypatch)
     problems = training.prepare_model.TrainConfig.problems
     refuse = lambda self, processes: problems(self, processes) + ["no"] * bool(self.chunked_loss)  # noqa: E731
     monkeypatch.setattr(training.prepare_model.TrainConfig, "problems", refuse)
