@@ -4,13 +4,13 @@ N is the number of positions in a batch (B x T), or in a chunk of it.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import GPTConfig
-from model.kernels import linear
 
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
@@ -52,6 +52,7 @@ class NextTokenLoss:
     def __init__(self, config: GPTConfig, chunked: bool | None = None):
         self.config, self.chunked = config, chunked
         self.differentiate = differentiate_loss
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # training/cpu_kernels.py may choose another
 
     def compile(self) -> None:
         """Compile the operations on a chunk's logits: a GPU then reads them twice and writes them once."""
@@ -84,7 +85,7 @@ class NextTokenLoss:
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self)
         else:
-            logits_NV = linear(hidden_NC, weight_VC)
+            logits_NV = self.linear(hidden_NC, weight_VC)
             loss_sum, metrics = loss_of_logits(at_least_float32(logits_NV), targets_N, self.config)
         num_targets = (targets_N != -100).sum()
         loss = loss_sum / (num_targets if num_items_in_batch is None else num_items_in_batch)
@@ -151,18 +152,18 @@ class ChunkedLoss(torch.autograd.Function):
             weight = weight_VC.to(dtype)
             chunks = hidden_NC.to(dtype).split(chunk_rows), targets_N.split(chunk_rows), grad_hidden.split(chunk_rows)
             for hidden, targets, grad_chunk in zip(*chunks, strict=True):
-                logits = linear(hidden, weight)
+                logits = loss.linear(hidden, weight)
                 loss_sum, sums, grad_logits = loss.differentiate(logits, targets, loss.config, needs_gradient)
                 total += loss_sum
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
                 if grad_logits is not None and grad_weight is not None:
-                    grad_chunk.copy_(linear(grad_logits, weight.t()))
+                    grad_chunk.copy_(loss.linear(grad_logits, weight.t()))
                     # addmm_ avoids a temporary of the weight's size, which with few rows costs as much as the product.
-                    # It needs one dtype, and on a CPU its bits depend on the processor (see model/kernels.py).
+                    # It needs one dtype, and on a CPU its bits depend on the processor (see distributed/cpu.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight.addmm_(grad_logits.t(), hidden)
                     else:
-                        grad_weight += linear(grad_logits.t(), hidden.t())
+                        grad_weight += loss.linear(grad_logits.t(), hidden.t())
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VC.dtype
         return total, metrics

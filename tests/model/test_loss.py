@@ -8,7 +8,7 @@ import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import NextTokenLoss, differentiate_loss, rows_per_chunk, soft_cap
-from tests.model.test_kernels import leaf
+from tests.training.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
 
