@@ -33,6 +33,7 @@ from run.load import LoadedModel, load_with_source
 from run.settings import EvaluateConfig
 from run.stored_settings import USE_ITS_CODE, unknown_settings
 from run.tokenizer import check_tokenizer
+from training.cpu_kernels import use_cpu_kernels
 from training.evaluation import evaluate
 
 LOGIT_BYTES = 2**28  # bound on the float32 logits of a batch, unless micro_batch_size is given
@@ -53,6 +54,8 @@ def main(config: EvaluateConfig) -> None:
     corpus.verify()
     accelerator = start_accelerator(settings, corpus.max_verification_seconds)
     model = loaded.model.to(accelerator.device)
+    if accelerator.device.type == "cpu":
+        use_cpu_kernels(model)
     assert model.config.vocab_size is not None, "it is set before a model is built"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
     with accelerator.autocast():

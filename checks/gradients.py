@@ -18,9 +18,9 @@ from torch.autograd.function import BackwardCFunction
 from checks.model import build_perturbed, with_short_windows
 from config.schema import TrainConfig
 from data.loader import load_batch
-from model import kernels
 from model.gpt import GPTModel
 from model.loss import CHUNK_BYTES
+from training import cpu_kernels
 from training.gradients import loss_scale
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
@@ -109,13 +109,12 @@ def train_gradients(
     With `smallest_chunks`, the loss is in the smallest chunks, and any processor that has oneDNN uses it.
     """
     network.to(accelerator.device)
-    prepare_network(network, config, accelerator.device)
+    onednn = (smallest_chunks and cpu_kernels.HAS_ONEDNN) or cpu_kernels.mkl_is_slow()
+    with patch.object(cpu_kernels, "mkl_is_slow", lambda: onednn):
+        prepare_network(network, config, accelerator.device)
     batch = {name: rows.to(accelerator.device) for name, rows in batch.items()}
     scale = loss_scale(accelerator.mixed_precision, 0, skipped=0)
-    with (
-        patch.dict(CHUNK_BYTES, dict.fromkeys(CHUNK_BYTES, 0) if smallest_chunks else {}),
-        patch.object(kernels, "use_onednn", kernels.HAS_ONEDNN if smallest_chunks else kernels.use_onednn),
-    ):
+    with patch.dict(CHUNK_BYTES, dict.fromkeys(CHUNK_BYTES, 0) if smallest_chunks else {}):
         with accelerator.autocast():
             loss = compute_loss(network, batch)
         (scale * loss).backward()

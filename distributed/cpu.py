@@ -11,7 +11,6 @@ import torch
 
 from config.errors import ConfigError
 from distributed.cores import available_cores
-from model import kernels
 
 # Options of mallopt (man 3 mallopt), in order: the amount of free memory above which it is returned to the system, the
 # extra memory per request, and the size above which a block is mapped separately (and unmapped as soon as it is freed).
@@ -54,7 +53,6 @@ def use_portable_arithmetic() -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-    kernels.use_onednn = kernels.HAS_ONEDNN
     if (capability := torch.backends.cpu.get_cpu_capability()) != "AVX2":
         raise ConfigError(
             f"exact: true needs AVX2, but torch computes with {capability}: either this processor lacks AVX2, or "

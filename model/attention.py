@@ -5,7 +5,6 @@ Suffixes name the shape, as in model/gpt.py; S is the number of keys, which with
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 
 import torch
@@ -29,61 +28,10 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropou
     if isinstance(mask, BlockMask):
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
-    if uses_eager_attention(q_BHTD, mask, grouped, dropout):
-        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, mask)
     causal = mask is None and q_BHTD.shape[-2] > 1  # a single query, after cached keys, attends to all of them
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
-
-
-def uses_eager_attention(q_BHTD: Tensor, mask: Tensor | None, grouped: bool, dropout: float) -> bool:
-    """Return whether `EagerAttention` supports the arguments and is faster than PyTorch's fused kernel.
-
-    It is faster on a CPU for short sequences: in bfloat16 the fused backward takes up to seven times as long. Exact
-    runs in float32 use the fused kernel, which gives the same bits on every processor.
-    """
-    T = q_BHTD.shape[-2]
-    if q_BHTD.dtype == torch.bfloat16:
-        short = T <= 256
-    else:
-        exact = torch.are_deterministic_algorithms_enabled()
-        short = q_BHTD.dtype == torch.float32 and 1 < T <= 128 and not exact
-    same_for_all_rows = mask is None or mask.dim() == 2
-    return short and q_BHTD.device.type == "cpu" and same_for_all_rows and not grouped and not dropout
-
-
-class EagerAttention(torch.autograd.Function):
-    """Attention with all scores in memory, causal or with a bool mask [T, T], and an analytic gradient.
-
-    Autograd of the same operations would make twice as many passes over the scores. N is B times H.
-    """
-
-    @staticmethod
-    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
-        q_NTD, k_NTD, v_NTD = (x.flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
-        T, D = q_NTD.shape[1:]
-        if mask_TT is None:
-            attn_bias_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
-        else:
-            attn_bias_TT = q_NTD.new_zeros(mask_TT.shape).masked_fill_(~mask_TT, -math.inf)
-        scores_NTT = torch.baddbmm(attn_bias_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
-        weights_NTT = scores_NTT.softmax(dim=-1, dtype=torch.float32).type_as(v_NTD)
-        ctx.save_for_backward(q_NTD, k_NTD, v_NTD, weights_NTT)
-        return (weights_NTT @ v_NTD).view(q_BHTD.shape)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_y_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
-        grad_y_NTD, scale = grad_y_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
-        grad_weights_NTT = grad_y_NTD @ v_NTD.mT
-        grad_scores_NTT = torch.ops.aten._softmax_backward_data(grad_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
-        grad_q_NTD = (grad_scores_NTT @ k_NTD).mul_(scale)
-        grad_k_NTD = (grad_scores_NTT.mT @ q_NTD).mul_(scale)
-        grad_v_NTD = weights_NTT.mT @ grad_y_NTD
-        grad_q, grad_k, grad_v = (x.unflatten(0, grad_y_BHTD.shape[:2]) for x in (grad_q_NTD, grad_k_NTD, grad_v_NTD))
-        return grad_q, grad_k, grad_v, None
 
 
 # Masks

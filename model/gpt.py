@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerationMixin, KVCache
-from model.kernels import Linear, RMSNorm, linear
 from model.loss import NextTokenLoss, soft_cap
 from model.seeds import derive_seed
 
@@ -42,7 +41,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def make_norm(config: GPTConfig) -> nn.Module:
     """Build the normalisation layer that `config.norm` names."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.d_model, eps=config.norm_eps)
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
     raise ValueError(f"model.norm: {config.norm!r} is not implemented")
@@ -54,13 +53,14 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_size = config.head_size
+        self.attend = attention  # training/cpu_kernels.py may choose another kernel
         self.dropout = config.dropout
-        self.q_proj = Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
-        self.k_proj = Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
-        self.v_proj = Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
-        self.out_proj = Linear(config.n_heads * config.head_size, config.d_model, bias=config.bias)
-        self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
+        self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
+        self.v_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
+        self.out_proj = nn.Linear(config.n_heads * config.head_size, config.d_model, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: KVCache | None = None) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
@@ -75,7 +75,7 @@ class Attention(nn.Module):
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
-        y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0)
+        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -85,9 +85,9 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.kind = config.mlp
-        self.gate_proj = Linear(config.d_model, config.d_ff, bias=config.bias) if config.mlp == "swiglu" else None
-        self.up_proj = Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down_proj = Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         hidden = self.up_proj(x_BTC)
@@ -148,7 +148,7 @@ class GPTModel(GenerationMixin):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = make_norm(config)
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -249,7 +249,7 @@ class GPTModel(GenerationMixin):
             loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
-            logits = soft_cap(linear(kept_BTC, self.output_weight), self.config.logit_softcap)
+            logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)
         return (logits, loss, metrics) if metrics else (logits, loss)
 
     def num_parameters(self) -> int:

@@ -4,15 +4,13 @@ N is the number of positions in a batch (B x T), or in a chunk of it.
 """
 
 import math
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from model.config import GPTConfig
-from model.kernels import linear
 
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
@@ -54,27 +52,11 @@ class NextTokenLoss:
     def __init__(self, config: GPTConfig, chunked: bool | None = None):
         self.config, self.chunked = config, chunked
         self.differentiate = differentiate_loss
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # training/cpu_kernels.py may choose another
 
     def compile(self) -> None:
         """Compile the operations on a chunk's logits: a GPU then reads them twice and writes them once."""
         self.differentiate = torch.compile(differentiate_loss)
-
-    @cached_property
-    def is_cross_entropy(self) -> bool:
-        """Whether `loss_of_logits` is plain cross-entropy, judged by its value and gradient at a few logits.
-
-        The gradient can then be computed in closed form, which takes two thirds of autograd's memory and, compiled,
-        nine tenths of its time.
-        """
-        rows = [-300.0, -1.0, 0.5, 40.0], [2.0, 1.0, 0.0, 3.0], [9.0, 1.0, 4.0, 0.0]
-        with _disable_current_modes():  # tools/plan.py runs the model on fake tensors, which have no values
-            logits = torch.tensor(rows, dtype=torch.float64, device="cpu")
-            targets = torch.tensor([2, -100, 0], device="cpu")
-            loss, metrics, gradient = differentiate_loss(logits, targets, self.config, closed_form=False)
-            expected_loss, expected = differentiate_cross_entropy(logits, targets)
-            assert gradient is not None
-            same_loss = torch.allclose(loss, expected_loss, 1e-12)
-            return not metrics and same_loss and torch.allclose(gradient, expected, 1e-12, 1e-12)
 
     def __call__(
         self,
@@ -103,7 +85,7 @@ class NextTokenLoss:
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self)
         else:
-            logits_NV = linear(hidden_NC, weight_VC)
+            logits_NV = self.linear(hidden_NC, weight_VC)
             loss_sum, metrics = loss_of_logits(at_least_float32(logits_NV), targets_N, self.config)
         num_targets = (targets_N != -100).sum()
         loss = loss_sum / (num_targets if num_items_in_batch is None else num_items_in_batch)
@@ -125,15 +107,17 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def differentiate_loss(
-    logits_NV: Tensor, targets_N: Tensor, config: GPTConfig, closed_form: bool, needs_gradient: bool = True
+    logits_NV: Tensor, targets_N: Tensor, config: GPTConfig, needs_gradient: bool
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """Return the results of `loss_of_logits` and the gradient of the objective, [N, V] in the dtype of the logits.
+
+    The gradient is autograd's, so that it is right for whatever a fork writes in `loss_of_logits`. A closed form for
+    cross-entropy was not faster.
 
     Args:
         logits_NV: logits in the dtype of the computation.
         targets_N: int64, -100 where ignored.
         config: settings of the model.
-        closed_form: whether to use the closed form of cross-entropy's gradient instead of autograd.
         needs_gradient: if false, None is returned in place of the gradient.
     """
 
@@ -142,24 +126,8 @@ def differentiate_loss(
 
     if not needs_gradient:
         return *objective(logits_NV), None
-    if closed_form:
-        loss, gradient_NV = differentiate_cross_entropy(logits_NV, targets_N)
-        return loss, {}, gradient_NV
     gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
     return loss, metrics, gradient_NV
-
-
-def differentiate_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy and its gradient, softmax minus one-hot, in the dtype of the logits."""
-    sum_dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-    ignored_N1, target_N1 = (targets_N == -100)[:, None], targets_N[:, None].clamp_min(0)
-    log_probabilities = F.log_softmax(logits_NV, dim=-1, dtype=sum_dtype)
-    loss = F.nll_loss(log_probabilities, targets_N, ignore_index=-100, reduction="sum")
-    gradient = log_probabilities.exp_()
-    at_target_N1 = (gradient.gather(1, target_N1) - 1).masked_fill_(ignored_N1, 0)
-    gradient = gradient.masked_fill_(ignored_N1, 0).to(logits_NV.dtype)
-    # The scatter is last and in place, so that torch.compile fuses everything before it into one kernel.
-    return loss, gradient.scatter_(1, target_N1, at_target_N1.to(gradient.dtype))
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -180,25 +148,22 @@ class ChunkedLoss(torch.autograd.Function):
         metrics: dict[str, Tensor] = {}
         grad_hidden = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC  # or a placeholder for the zip below
         grad_weight = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
-        closed_form = needs_gradient and loss.is_cross_entropy
         with torch.autocast(device, enabled=False):
             weight = weight_VC.to(dtype)
             chunks = hidden_NC.to(dtype).split(chunk_rows), targets_N.split(chunk_rows), grad_hidden.split(chunk_rows)
             for hidden, targets, grad_chunk in zip(*chunks, strict=True):
-                logits = linear(hidden, weight)
-                loss_sum, sums, grad_logits = loss.differentiate(
-                    logits, targets, loss.config, closed_form, needs_gradient
-                )
+                logits = loss.linear(hidden, weight)
+                loss_sum, sums, grad_logits = loss.differentiate(logits, targets, loss.config, needs_gradient)
                 total += loss_sum
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
                 if grad_logits is not None and grad_weight is not None:
-                    grad_chunk.copy_(linear(grad_logits, weight.t()))
+                    grad_chunk.copy_(loss.linear(grad_logits, weight.t()))
                     # addmm_ avoids a temporary of the weight's size, which with few rows costs as much as the product.
-                    # It needs one dtype, and on a CPU its bits depend on the processor (see model/kernels.py).
+                    # It needs one dtype, and on a CPU its bits depend on the processor (see distributed/cpu.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight.addmm_(grad_logits.t(), hidden)
                     else:
-                        grad_weight += linear(grad_logits.t(), hidden.t())
+                        grad_weight += loss.linear(grad_logits.t(), hidden.t())
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VC.dtype
         return total, metrics

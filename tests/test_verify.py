@@ -14,7 +14,6 @@ import torch
 
 import model.attention
 import model.gpt
-import model.kernels
 import train
 from checks import verification
 from checks.short_run import parse_short_run
@@ -197,7 +196,6 @@ def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("model.kernels.use_onednn", model.kernels.use_onednn)
     monkeypatch.setattr(verification, "check_launch", lambda config: None)
     monkeypatch.setattr(verification, "Verification", begin)
     with pytest.raises(Begun):

@@ -18,6 +18,7 @@ from config.errors import ConfigError
 from config.schema import TrainConfig
 from model import attention
 from model.gpt import GPTModel
+from training.cpu_kernels import use_cpu_kernels
 from training.schedule import SCHEDULES
 
 PROCESSOR_FOLDER = "processor-"
@@ -71,7 +72,12 @@ def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device) -> None:
-    """Apply the settings `tf32`, `compile`, `activation_checkpointing` and `chunked_loss`; weights stay the same."""
+    """Apply the settings `tf32`, `compile`, `activation_checkpointing` and `chunked_loss`; weights stay the same.
+
+    On a CPU, choose the fastest layers, too.
+    """
+    if device.type == "cpu":
+        use_cpu_kernels(network)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)

@@ -101,7 +101,6 @@ def test_prepare_exact_refuses_other_instructions(monkeypatch):
     monkeypatch.setattr("distributed.cpu.os.environ", {})
     for setter in ("use_deterministic_algorithms", "set_num_threads"):
         monkeypatch.setattr(torch, setter, lambda value: None)
-    monkeypatch.setattr("model.kernels.use_onednn", False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with pytest.raises(ConfigError, match="exact: true needs AVX2, but torch computes with AVX512"):
         prepare_exact()

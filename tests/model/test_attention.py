@@ -5,22 +5,18 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
 
 import model.attention
 import model.gpt
 from model.attention import (
-    EagerAttention,
     attention_masks,
     dense_mask,
     document_ids,
     make_mask_mod,
-    uses_eager_attention,
     uses_flex_attention,
 )
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests.model.test_kernels import leaf
 from tests.model.test_model import WINDOWS, make_lively_model, make_model, make_tokens
 
 DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7, 0]])  # position_ids
@@ -32,61 +28,13 @@ def attention_written_out(q, k, v, mask):
     return scores / scores.sum(dim=-1, keepdim=True) @ v
 
 
-def test_eager_attention_equals_fused_kernel():
-    ours = [leaf(2, 3, 17, 8, dtype=torch.float64, seed=seed) for seed in range(3)]
-    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    gradient = torch.randn(2, 3, 17, 8, generator=torch.Generator().manual_seed(3)).double()
-    result, expected = EagerAttention.apply(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
-    result.backward(gradient)
-    expected.backward(gradient)
-    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)  # its softmax is in float32
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_eager_attention_refuses_second_derivative():
-    q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
-    (gradient,) = torch.autograd.grad(EagerAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.square().sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("length", "dtype", "settings", "eager"),
-    [
-        (16, torch.bfloat16, {}, True),
-        (128, torch.float32, {}, True),
-        (129, torch.float32, {}, False),
-        (1, torch.float32, {}, False),
-        (512, torch.bfloat16, {}, False),
-        (16, torch.bfloat16, {"n_kv_heads": 2}, False),
-        (16, torch.bfloat16, {"dropout": 0.1}, False),
-        (16, torch.bfloat16, {"n_layers": 2, "window": 3}, True),
-    ],
-)
-def test_eager_attention_is_for_short_sequences(length, dtype, settings, eager, monkeypatch):
-    calls = []
-    monkeypatch.setattr(EagerAttention, "apply", lambda q, k, v, mask: calls.append(q.dtype) or q)
-    shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
-    network = GPTModel(GPTConfig(**shape | settings))
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        network(torch.zeros(1, length, dtype=torch.long))
-        assert bool(calls) == eager
-        calls.clear()
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        network(torch.zeros(1, length, dtype=torch.long))
-        assert bool(calls) == (eager and dtype == torch.bfloat16), "an exact run in float32 keeps its bits"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["EagerAttention", "torch's kernel"])
-def test_window_equals_attention_written_out(dtype):
-    layer = make_model(**WINDOWS).to(dtype).blocks[0].attention
-    x = torch.randn(2, 9, 32, dtype=dtype)
+def test_window_equals_attention_written_out():
+    layer = make_model(**WINDOWS).blocks[0].attention
+    x = torch.randn(2, 9, 32)
     q, k, v = (proj(x).view(2, 9, 4, 8).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
     allowed = torch.tensor([[later - 4 < earlier <= later for earlier in range(9)] for later in range(9)])
     expected = layer.out_proj(attention_written_out(q, k, v, allowed).transpose(1, 2).flatten(-2))
     mask = dense_mask(make_mask_mod(4, None), 0, 9, None, x.device)
-    assert uses_eager_attention(q, mask, grouped=False, dropout=0.0) == (dtype == torch.float32)
     result = layer(x, None, mask)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     gradients = (torch.autograd.grad(y.square().sum(), [*layer.parameters()]) for y in (result, expected))

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import NextTokenLoss, differentiate_loss, loss_of_logits, rows_per_chunk, soft_cap
-from tests.model.test_kernels import leaf
+from model.loss import NextTokenLoss, differentiate_loss, rows_per_chunk, soft_cap
+from tests.training.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
 
@@ -21,6 +21,26 @@ def smoothed_with_z_loss(logits_NV, targets_N, config):
     return smoothed + 0.3 * z_loss, {"loss": cross_entropy, "z_loss": z_loss}
 
 
+def weighted_tokens(logits_NV, targets_N, config):
+    """The loss of a fork: the upper half of the vocabulary counts three times. Equal to cross-entropy on the others."""
+    losses = F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="none")
+    return (losses * torch.where(targets_N >= 18, 3.0, 1.0)).sum(), {}
+
+
+def weighted_classes(logits_NV, targets_N, config):
+    """The loss of a fork: a weight for each token of the vocabulary."""
+    weights_V = torch.linspace(0.5, 2, 37, dtype=logits_NV.dtype)
+    return F.cross_entropy(logits_NV, targets_N, weight=weights_V, ignore_index=-100, reduction="sum"), {}
+
+
+FORKS = {
+    "cross_entropy": model.loss.loss_of_logits,
+    "z_loss": smoothed_with_z_loss,
+    "weighted_tokens": weighted_tokens,
+    "weighted_classes": weighted_classes,
+}
+
+
 def make_labels(rows=3, length=9, vocab_size=37):
     labels = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(2))
     labels[0, 3:6] = labels[-1, :] = -100
@@ -29,21 +49,36 @@ def make_labels(rows=3, length=9, vocab_size=37):
 
 @CAPS
 @pytest.mark.parametrize("num_items", [None, 7.0])
-@pytest.mark.parametrize("forked", [False, True], ids=["cross_entropy", "fork"])
+@pytest.mark.parametrize("fork", FORKS)
 @pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_chunked_loss_equals_whole_loss(num_items, forked, chunk_rows, softcap, monkeypatch):
+def test_chunked_loss_equals_whole_loss(num_items, fork, chunk_rows, softcap, monkeypatch):
     monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
     monkeypatch.setattr(model.loss, "MIN_CHUNK_ROWS", 1)
-    if forked:
-        monkeypatch.setattr(model.loss, "loss_of_logits", smoothed_with_z_loss)
-    config, labels = GPTConfig(logit_softcap=softcap), make_labels()
-    results = []
+    check_chunked_loss(fork, GPTConfig(logit_softcap=softcap), num_items, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fork", FORKS)
+def test_compiled_chunked_loss_equals_whole_loss(fork, backend, monkeypatch):
+    compiled = torch.compile(differentiate_loss, backend=backend, fullgraph=True)
+    monkeypatch.setattr(NextTokenLoss, "compile", lambda self: setattr(self, "differentiate", compiled))
+    check_chunked_loss(fork, GPTConfig(), None, monkeypatch, compile=True)
+    torch.compiler.reset()
+
+
+def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False):
+    """Compare the values and gradients of the whole and the chunked loss, where `loss_of_logits` is a fork's."""
+    monkeypatch.setattr(model.loss, "loss_of_logits", FORKS[fork])
+    labels, results = make_labels(), []
     for chunked in (False, True):
         hidden, weight = leaf(3, 9, 16, dtype=torch.float64), leaf(37, 16, dtype=torch.float64, seed=1)
-        loss, metrics = NextTokenLoss(config, chunked)(hidden, weight, labels, num_items)
+        loss_function = NextTokenLoss(config, chunked)
+        if chunked and compile:
+            loss_function.compile()
+        loss, metrics = loss_function(hidden, weight, labels, num_items)
         (3 * loss).backward()
         results.append((loss, hidden.grad, weight.grad, *(number for pair in metrics.values() for number in pair)))
-        assert list(metrics) == (["loss", "z_loss"] if forked else [])
+        assert list(metrics) == (["loss", "z_loss"] if fork == "z_loss" else [])
         assert not any(value.requires_grad for value, _ in metrics.values())
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
@@ -60,24 +95,6 @@ def test_loss_equals_cross_entropy_written_out(softcap):
     logits = logits if softcap is None else softcap * (1 - 2 / ((2 * logits / softcap).exp() + 1))
     cross_entropy = logits.exp().sum(-1).log() - logits[range(len(logits)), labels[:, 1:][is_target]]
     torch.testing.assert_close(loss, cross_entropy.mean())
-
-
-@pytest.mark.parametrize(
-    ("softcap", "fork", "expected"),
-    [
-        (None, None, True),
-        (2.0, None, False),
-        (1e4, None, False),
-        (None, smoothed_with_z_loss, False),
-        (None, lambda *arguments: (loss_of_logits(*arguments)[0], {"a": torch.zeros(())}), False),
-    ],
-    ids=["plain", "cap", "wide cap", "fork", "metric"],
-)
-def test_closed_form_is_for_cross_entropy_alone(softcap, fork, expected, monkeypatch):
-    if fork:
-        monkeypatch.setattr(model.loss, "loss_of_logits", fork)
-    with torch.device("meta"):  # where a network may be built
-        assert NextTokenLoss(GPTConfig(logit_softcap=softcap)).is_cross_entropy == expected
 
 
 @pytest.mark.parametrize(("exact", "rows"), [(False, 200), (False, 1000), (True, 200)])
@@ -130,14 +147,14 @@ def test_chunked_loss_never_holds_all_logits():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("softcap", "closed_form"), [(None, True), (None, False), (2.0, False)])
-def test_chunk_compiles_to_one_graph(backend, softcap, closed_form):
+@CAPS
+def test_chunk_compiles_to_one_graph(backend, softcap):
     compiled = torch.compile(differentiate_loss, backend=backend, fullgraph=True)
     for rows in (7, 5):  # the last chunk is shorter
         logits = leaf(rows, 37).detach()
         targets = torch.randint(37, (rows,), generator=torch.Generator().manual_seed(1))
         targets[2:4] = -100
-        arguments = logits, targets, GPTConfig(logit_softcap=softcap), closed_form
+        arguments = logits, targets, GPTConfig(logit_softcap=softcap), True
         (loss, _, gradient), (expected_loss, _, expected) = (f(*arguments) for f in (compiled, differentiate_loss))
         torch.testing.assert_close(loss, expected_loss)
         torch.testing.assert_close(gradient, expected)

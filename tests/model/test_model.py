@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import model.attention
 from model.config import GPTConfig
 from model.gpt import GPTModel, rope_tables
 
@@ -36,7 +35,7 @@ def make_tokens(rows: int = 3, length: int = 11, seed: int = 1) -> torch.Tensor:
 
 @pytest.fixture
 def attention_calls(monkeypatch) -> list[dict]:
-    """The keyword arguments of each call of the attention kernel, which short sequences take too."""
+    """The keyword arguments of each call of the attention kernel."""
     calls, kernel = [], F.scaled_dot_product_attention
 
     def spy(*args, **kwargs):
@@ -44,7 +43,6 @@ def attention_calls(monkeypatch) -> list[dict]:
         return kernel(*args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(model.attention, "uses_eager_attention", lambda *_: False)
     return calls
 
 

@@ -13,7 +13,6 @@ from config.schema import OptimizerConfig
 from distributed.sharding import full_tensor
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.kernels import Linear
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.support.forked import server
 from training import optimizer as optimizer_module
@@ -68,7 +67,7 @@ def test_muon_updates_linear_matrices_only():
     model = new_model()
     model.blocks[0].values, model.blocks[0].scales = nn.Embedding(20, 16), nn.Parameter(torch.ones(2, 16))
     muon, matrices, _ = build_optimizer(model, CONFIG).param_groups
-    linear = [layer.weight for block in model.blocks for layer in block.modules() if type(layer) is Linear]
+    linear = [layer.weight for block in model.blocks for layer in block.modules() if type(layer) is nn.Linear]
     assert [*map(id, muon["params"])] == [*map(id, linear)] and len(linear) == 2 * 6
     assert {id(model.blocks[0].values.weight), id(model.blocks[0].scales)} < {*map(id, matrices["params"])}
 
