@@ -8,7 +8,7 @@ from tests.fake_cuda import device
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a directory; skip the tests if the fake devices cannot be built."""
+    """Return a directory; skip the tests if the fake devices cannot be compiled."""
     try:
         device.build()
     except RuntimeError as error:
