@@ -77,6 +77,8 @@ def test_wrong_sign_in_attention_is_found(precision, monkeypatch):
 
 
 def test_wrong_product_gradient_is_found(monkeypatch):
+    """Also on a processor whose runs do not use oneDNN."""
+    monkeypatch.setattr(kernels, "use_onednn", False)
     change_gradients(kernels.OneDNNLinear, lambda x, weight, bias: (x, 2 * weight, bias), monkeypatch)
     assert ".weight, with " in wrong(errors_of())
 
