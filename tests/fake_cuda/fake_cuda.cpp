@@ -227,6 +227,7 @@ struct FakeHooks final : at::CUDAHooksInterface {
     return index < 0 ? ::current_device : exchangeDevice(index);
   }
   void deviceSynchronize(DeviceIndex) const override { synchronize("device"); }
+  long versionRuntimeCuDNN() const override { return 0; }  // a CUDA build asks before it chooses a kernel of attention
 };
 
 // ---- One memory, seen as a CPU tensor or as a CUDA tensor ----
@@ -452,6 +453,17 @@ static Tensor& set_whole_storage(Tensor& self, at::Storage storage) {
   return set_storage(self, storage, 0, length, {});
 }
 
+// A CUDA build of torch has a kernel for most operations, which a fallback does not replace; a CPU build has none.
+static const auto replaced_kernels = [] {
+  std::vector<c10::RegistrationHandleRAII> handles;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& name : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA))
+    if (name.getNamespace() == "aten")
+      handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+          c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr, "fake_cuda.cpp"));
+  return handles;
+}();
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
@@ -476,7 +488,7 @@ struct FakeTimer : Timer {
   explicit FakeTimer(Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, FakeTimer);
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED, FakeTimer);
 
 using WorkPtr = c10::intrusive_ptr<Work>;
 using Tensors = std::vector<Tensor>;
