@@ -42,7 +42,9 @@ def test_later_settings_win(tmp_path):
 
 def test_parsed_numbers_are_plain():
     """torch.compile in torch 2.11 splits the graph of a block at a subclass of float, which is slow."""
-    config = parse_config([*RANDOM_TOKENS, *"--model.window 8 --checkpoint.keep 3 --exact true --global_batch_size 8".split()])
+    config = parse_config(
+        [*RANDOM_TOKENS, *"--model.window 8 --checkpoint.keep 3 --exact true --global_batch_size 8".split()]
+    )
     sections = [config, *(value for value in vars(config).values() if is_dataclass(value))]
     numbers = [value for section in sections for value in vars(section).values() if isinstance(value, int | float)]
     assert len(numbers) > 40 and {type(number) for number in numbers} == {int, float, bool}

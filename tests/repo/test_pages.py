@@ -56,7 +56,9 @@ def shortened(command, out_dir):
         command = command.replace("corpora/fineweb", str(out_dir.parent / "fineweb"))
         documents = out_dir.parent / "documents.jsonl"
         write_jsonl(documents, make_documents(300))
-        command = command.replace("HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer gpt2", f"{documents} --tokenizer byte")
+        command = command.replace(
+            "HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer gpt2", f"{documents} --tokenizer byte"
+        )
         command += SMALL_GPT2 if "train.py" in command else " --validation hash:0.1"
     if "train.py" in command:
         command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
