@@ -461,7 +461,7 @@ class TrainConfig:
         if self.exact and self.global_batch_size is None:
             size = self.micro_batch_size * num_processes
             yield (
-                f"global_batch_size: null is {size} on {num_processes} process(es) and other sizes on others, so exact: true "
+                f"global_batch_size: null is {size} on {num_processes} process(es), and other on others, so exact: true "
                 f"would give other bits; set it, such as to {size}"
             )
         if self.exact and self.tf32:
