@@ -131,7 +131,10 @@ def test_every_setting_is_documented(capsys):
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),
         (["--exact", "true", "--tf32", "true"], ["exact", "tf32"]),
-        (["--exact", "true", "--global_batch_size", "null"], ["global_batch_size: null is 8 here", "set it, such as to 8"]),
+        (
+            ["--exact", "true", "--global_batch_size", "null"],
+            ["global_batch_size: null is 8 here", "set it, such as to 8"],
+        ),
         (["--global_batch_size", "20"], ["global_batch_size", "20", "16", "24"]),
         (["--checkpoint.every", "10", "--checkpoint.keep_every", "25"], ["checkpoint.keep_every", "25", "10"]),
         (["--schedule.warmup_steps", "51"], ["schedule.warmup_steps", "51", "50"]),
