@@ -461,8 +461,8 @@ class TrainConfig:
         if self.exact and self.global_batch_size is None:
             size = self.micro_batch_size * num_processes
             yield (
-                f"global_batch_size: null is {size} here, but depends on the number of processes; with exact: true set it, "
-                f"such as to {size}"
+                f"global_batch_size: null is {size} here, but depends on the number of processes; with exact: true "
+                f"set it, such as to {size}"
             )
         if self.exact and self.tf32:
             yield "exact: true multiplies in full float32; set tf32 to false"
