@@ -453,8 +453,13 @@ static Tensor& set_whole_storage(Tensor& self, at::Storage storage) {
   return set_storage(self, storage, 0, length, {});
 }
 
-// A CUDA build of torch has a kernel for most operations, which a fallback does not replace; a CPU build has none.
+struct IgnoreWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+// A CUDA build of torch has a kernel for most operations, which a fallback does not replace.
 static const auto replaced_kernels = [] {
+  IgnoreWarnings ignore;
+  c10::WarningUtils::WarningHandlerGuard guard(&ignore);  // torch warns once in a process that a kernel is replaced
   std::vector<c10::RegistrationHandleRAII> handles;
   auto& dispatcher = c10::Dispatcher::singleton();
   for (auto& name : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA))
