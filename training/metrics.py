@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from config.errors import RunError
 from data.corpus import MetricSums
@@ -33,12 +32,6 @@ class NonFiniteError(RunError):
     def __init__(self, cause: str, remedy: str = ""):
         super().__init__(cause + remedy)
         self.cause = cause
-
-
-def forward_with_metrics(model: nn.Module, **inputs) -> tuple[Any, Tensor, MetricSums]:
-    """Run the model; return logits (None unless requested), loss, and auxiliary metrics (see GPTModel.forward)."""
-    logits, loss, *metrics = model(**inputs)
-    return logits, loss, metrics[0] if metrics else {}
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from model.gpt import GPTModel
 from model.seeds import derive_seed
 from training.block_stats import BlockStatistics
 from training.gradients import backward, first_backward, loss_scale, normalize_and_clip, trainable_parameters
-from training.metrics import MetricsQueue, PendingStep, forward_with_metrics
+from training.metrics import MetricsQueue, PendingStep
 from training.optimizer import apply_schedules
 from training.schedule import scheduled_value
 
@@ -68,7 +68,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
     gradients in the same order.
     """
-    _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=1.0)
+    _, loss, auxiliary = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
     state.metrics_queue.register_names(auxiliary)
@@ -115,7 +115,7 @@ def train_step(
         global_index = queue.rank * num_micro_batches + index
         state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(state.model):
-            _, loss, auxiliary = forward_with_metrics(state.model, **micro_batch, num_items_in_batch=loss_divisor)
+            _, loss, auxiliary = state.model(**micro_batch, num_items_in_batch=loss_divisor)
             outputs.append((loss.detach(), auxiliary))
             if is_last:  # start the all-reduce of the metrics now, so that it overlaps the last backward
                 pending = queue.dispatch(step + 1, outputs, local_targets, loss_divisor, stop_requested())

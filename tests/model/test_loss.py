@@ -196,7 +196,27 @@ def test_auxiliary_metrics_leave_the_model(monkeypatch):
     torch.testing.assert_close(metrics["loss"], (cross_entropy.detach(), torch.tensor(18)))
     assert list(metrics) == ["loss", "z_loss"]
     assert loss > cross_entropy / 18 + 0.1
-    assert len(network(tokens)) == 2
+    assert network(tokens).metrics == {}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("num_items", [None, 1.0, 32])
+@pytest.mark.parametrize("fork", ["cross_entropy", "z_loss"])
+def test_auxiliary_term_counts_once_for_each_target(fork, num_items, chunked, monkeypatch):
+    monkeypatch.setattr(model.loss, "loss_of_logits", FORKS[fork])
+    labels, weight, hidden = make_labels(), leaf(37, 16, seed=1), leaf(3, 9, 16)
+    loss_function, balance = NextTokenLoss(GPTConfig(), chunked), torch.tensor(3.0, requires_grad=True)
+    without, plain_metrics = loss_function(hidden, weight, labels, num_items)
+    loss, metrics = loss_function(hidden, weight, labels, num_items, {"balance": 0.01 * balance})
+    num_targets = (labels[:, 1:] != -100).sum()
+    divisor = num_targets if num_items is None else num_items
+    torch.testing.assert_close(loss, without + 0.03 * num_targets / divisor)
+    loss.backward()
+    torch.testing.assert_close(balance.grad, 0.01 * num_targets / divisor)
+    torch.testing.assert_close(metrics["balance"], (0.03 * num_targets, num_targets))
+    cross_entropy = plain_metrics.get("loss", (without.detach() * divisor, num_targets))
+    torch.testing.assert_close(metrics["loss"], cross_entropy)
+    assert not any(value.requires_grad for value, _ in metrics.values())
 
 
 def test_soft_cap_bounds_and_keeps_small_values():
