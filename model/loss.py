@@ -134,8 +134,14 @@ def differentiate_loss(
 
     if not needs_gradient:
         return *objective(logits_NV), None
-    gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
-    return loss, metrics, gradient_NV
+    if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
+        gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
+        return loss, metrics, gradient_NV
+    with torch.enable_grad():  # not torch.func, which keeps all intermediate tensors and refuses older custom functions
+        logits_NV = logits_NV.detach().requires_grad_()
+        loss, metrics = objective(logits_NV)
+    (gradient_NV,) = torch.autograd.grad(loss, logits_NV)
+    return loss.detach(), {name: value.detach() for name, value in metrics.items()}, gradient_NV
 
 
 class ChunkedLoss(torch.autograd.Function):
