@@ -170,9 +170,9 @@ def generate_sample(
         describe = get_story_generator(data.facts, data.zipf, data.seed or 0).describe_text
         limit = model.config.max_position_embeddings
         ids_1T = torch.tensor([ids[:limit]], device=device)
-        _, loss, *sums = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
+        _, loss, metrics = model(ids_1T, labels=ids_1T, num_items_in_batch=1)
         # A model with auxiliary losses returns the cross-entropy separately.
-        nats, _ = dict(*sums).get("loss", (loss, 1))
+        nats, _ = metrics.get("loss", (loss, 1))
         scope = f", of its first {limit} tokens" if len(ids) > limit else ""
         print(f"  ({describe(text)}; the model's {-float(nats):.2f}{scope})")
     return text

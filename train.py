@@ -205,11 +205,11 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
         global_index = results.rank * len(micro_batches) + index
         state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(model):
-            _, loss_sum, *metrics = model(**batch, num_items_in_batch=1.0)
+            _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)
             if all_reduce and index == 0:
                 all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
             loss = loss_sum / num_targets
-            outputs.append((loss.detach(), metrics[0] if metrics else {}))
+            outputs.append((loss.detach(), metrics))
             if is_last:  # the all-reduce of the results overlaps the last backward
                 results.send(step + 1, outputs, stop)
             backward(loss * (scale * averaged_over), model, accelerator)
@@ -235,10 +235,10 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
     gradients in the same order.
     """
-    _, loss, *metrics = state.model(**micro_batch, num_items_in_batch=1.0)
+    _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
-    state.results.register_names(metrics[0] if metrics else {})
+    state.results.register_names(metrics)
 
 
 def build_state(

@@ -49,7 +49,7 @@ from distributed.sharding import full_tensor
 from distributed.signals import Preempted
 from distributed.tree_reduce import TreeSum
 from model.config import FAMILIES
-from model.gpt import GPTModel
+from model.gpt import GPTModel, Output
 from run.metrics_log import read_rows
 from run.resolve import resolve
 from training.block_stats import total_norm
@@ -129,7 +129,7 @@ class Autocast(nn.Module):
         super().__init__()
         self.network, self.accelerator = network, accelerator
 
-    def forward(self, **inputs: Tensor) -> tuple:
+    def forward(self, **inputs: Tensor) -> Output:
         """Return the outputs of the network."""
         with self.accelerator.autocast():
             return self.network(**inputs)

@@ -5,6 +5,7 @@ heads, D width of a head, V vocabulary, S keys: T and those that are cached.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +119,21 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
+class Output(NamedTuple):
+    """The results of GPTModel.forward.
+
+    Attributes:
+        logits: [B, positions kept, V] in the dtype of the computation; None with labels, unless requested.
+        loss: 0-dim, at least float32, in nats; None without labels.
+        metrics: auxiliary metrics {name: (sum, count)}, numbers or detached 0-dim tensors, not divided by
+            num_items_in_batch (docs/forking.md); often empty.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
 class GPTModel(GenerationMixin):
     """A language model: token ids in, logits and loss out.
 
@@ -131,8 +147,8 @@ class GPTModel(GenerationMixin):
         super().__init__()
         problems = config.problems()
         if config.vocab_size is None:
-            null = "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"
-            raise ValueError("\n".join([*problems, null]))
+            problems = [*problems, "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"]
+            raise ValueError("\n".join(problems))
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
@@ -194,16 +210,16 @@ class GPTModel(GenerationMixin):
         logits_to_keep: int | None = None,
         position_ids: Tensor | None = None,
         cache: list[KVCache] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None] | tuple[Tensor | None, Tensor | None, dict[str, tuple]]:
-        """Compute logits and loss, with the conventions of transformers' causal language models.
+    ) -> Output:
+        """Compute logits and loss. The arguments are named as in transformers.
 
         Args:
             input_ids: tokens, int64 [B, T].
             attention_mask: 1 for tokens and 0 for padding, [B, T]; padding takes up positions, too. Omit it where
                 nothing is padded: checking that it is all ones synchronises with the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
-            num_items_in_batch: divisor of the summed loss, such as the number of targets in the global batch.
-                Default: the number of targets in `labels`, so that the loss is their mean (NaN without any).
+            num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
+                is their mean (NaN without any). A training step divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default:
                 all, or none if there are `labels`, because logits are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
@@ -211,20 +227,11 @@ class GPTModel(GenerationMixin):
             cache: one KVCache per block, which holds the positions before `input_ids` and is extended by `input_ids`.
                 Not supported together with `attention_mask` or `position_ids`.
 
-        Returns:
-            logits: [B, positions kept, V] in the dtype of the computation, or None.
-            loss: 0-dim, at least float32, in nats; None without labels.
-            metrics: auxiliary metrics {name: (sum, count)}, numbers or 0-dim tensors, not divided by
-                num_items_in_batch, with the same names in every call. Returned only if `loss_of_logits` in
-                model/loss.py, or code that a fork adds to `forward`, reports any. Sums and counts are added over
-                micro-batches and processes, and sum / count is logged as train/NAME and val/NAME. If the objective has
-                auxiliary terms, report the cross-entropy as "loss": it is then logged as train/loss and val/loss
-                instead of the objective.
-
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
         """
-        num_cached, limit = cache[0].length if cache else 0, self.config.max_position_embeddings
+        num_cached = cache[0].length if cache else 0
+        limit = self.config.max_position_embeddings
         seq_len = num_cached + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
@@ -244,13 +251,14 @@ class GPTModel(GenerationMixin):
             x_BTC = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
         x_BTC = self.final_norm(x_BTC)
 
+        auxiliary: dict[str, Tensor] = {}  # terms of the training objective by name, 0-dim means (docs/forking.md)
         logits, loss, metrics = None, None, {}
         if labels is not None:
-            loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch)
+            loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary)
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
             logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)
-        return (logits, loss, metrics) if metrics else (logits, loss)
+        return Output(logits, loss, metrics)
 
     def num_parameters(self) -> int:
         """Count the parameters, shared ones once."""

@@ -4,7 +4,8 @@ N is the number of positions in a batch (B x T), or in a chunk of it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
 
     Returns:
         objective: 0-dim, summed over the targets, in nats.
-        metrics: auxiliary metrics by name, 0-dim sums over the targets; their mean is logged, see GPTModel.forward.
+        metrics: auxiliary metrics by name, 0-dim sums over the targets; their mean is logged, see docs/forking.md.
     """
     logits_NV = soft_cap(logits_NV, config.logit_softcap)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum"), {}
@@ -64,6 +65,7 @@ class NextTokenLoss:
         weight_VC: Tensor,
         labels_BT: Tensor,
         num_items_in_batch: Tensor | float | None = None,
+        auxiliary: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Compute the loss.
 
@@ -72,10 +74,12 @@ class NextTokenLoss:
             weight_VC: the output projection.
             labels_BT: int64, unshifted, -100 where ignored.
             num_items_in_batch: divisor of the summed loss; None: the number of targets here.
+            auxiliary: terms that are added to the loss of each target, by name, 0-dim.
 
         Returns:
             loss: 0-dim, at least float32, in nats.
-            metrics: the auxiliary metrics of `loss_of_logits` as (sum, number of targets), detached.
+            metrics: the auxiliary metrics of `loss_of_logits` and the terms of `auxiliary` as (sum, number of targets),
+                detached. With such terms, the loss without them is "loss".
         """
         # The target of a position is the next token; the last position of a row has none.
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
@@ -88,6 +92,10 @@ class NextTokenLoss:
             logits_NV = self.linear(hidden_NC, weight_VC)
             loss_sum, metrics = loss_of_logits(at_least_float32(logits_NV), targets_N, self.config)
         num_targets = (targets_N != -100).sum()
+        if auxiliary:
+            sums = {name: term * num_targets for name, term in auxiliary.items()}
+            metrics = {"loss": loss_sum, **metrics, **sums}
+            loss_sum = loss_sum + sum(sums.values())
         loss = loss_sum / (num_targets if num_items_in_batch is None else num_items_in_batch)
         return loss, {name: (value.detach(), num_targets) for name, value in metrics.items()}
 
@@ -126,8 +134,14 @@ def differentiate_loss(
 
     if not needs_gradient:
         return *objective(logits_NV), None
-    gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
-    return loss, metrics, gradient_NV
+    if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
+        gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
+        return loss, metrics, gradient_NV
+    with torch.enable_grad():  # not torch.func, which keeps all intermediate tensors and refuses older custom functions
+        logits_NV = logits_NV.detach().requires_grad_()
+        loss, metrics = objective(logits_NV)
+    (gradient_NV,) = torch.autograd.grad(loss, logits_NV)
+    return loss.detach(), {name: value.detach() for name, value in metrics.items()}, gradient_NV
 
 
 class ChunkedLoss(torch.autograd.Function):

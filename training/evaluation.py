@@ -21,7 +21,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
-        GPTModel.forward) and of the corpus; if the corpus provides them, `val/entropy` (the lowest possible expected
+        docs/forking.md) and of the corpus; if the corpus provides them, `val/entropy` (the lowest possible expected
         `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
         targets).
     """
@@ -38,8 +38,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
         logits_to_keep = 0 if score else None  # 0 is all of them
-        logits, loss_sum, *metrics = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
-        auxiliary = metrics[0] if metrics else {}
+        logits, loss_sum, auxiliary = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
         sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
         sums |= score(logits, batch) if score else {}
         names, values = list(sums), [value for pair in sums.values() for value in pair]

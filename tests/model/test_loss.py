@@ -33,11 +33,31 @@ def weighted_classes(logits_NV, targets_N, config):
     return F.cross_entropy(logits_NV, targets_N, weight=weights_V, ignore_index=-100, reduction="sum"), {}
 
 
+class Square(torch.autograd.Function):
+    """A custom function without `setup_context`, which torch.func does not support."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def custom_function(logits_NV, targets_N, config):
+    """The loss of a fork: squared errors of the logits of the targets, by a custom function."""
+    at_target_N = logits_NV.gather(1, targets_N.clamp_min(0)[:, None])[:, 0]
+    return Square.apply(at_target_N - 1).masked_fill(targets_N == -100, 0).sum(), {}
+
+
 FORKS = {
     "cross_entropy": model.loss.loss_of_logits,
     "z_loss": smoothed_with_z_loss,
     "weighted_tokens": weighted_tokens,
     "weighted_classes": weighted_classes,
+    "custom_function": custom_function,
 }
 
 
@@ -58,7 +78,7 @@ def test_chunked_loss_equals_whole_loss(num_items, fork, chunk_rows, softcap, mo
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("fork", [name for name in FORKS if name != "custom_function"])
 def test_compiled_chunked_loss_equals_whole_loss(fork, backend, monkeypatch):
     compiled = torch.compile(differentiate_loss, backend=backend, fullgraph=True)
     monkeypatch.setattr(NextTokenLoss, "compile", lambda self: setattr(self, "differentiate", compiled))
@@ -196,7 +216,27 @@ def test_auxiliary_metrics_leave_the_model(monkeypatch):
     torch.testing.assert_close(metrics["loss"], (cross_entropy.detach(), torch.tensor(18)))
     assert list(metrics) == ["loss", "z_loss"]
     assert loss > cross_entropy / 18 + 0.1
-    assert len(network(tokens)) == 2
+    assert network(tokens).metrics == {}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("num_items", [None, 1.0, 32])
+@pytest.mark.parametrize("fork", ["cross_entropy", "z_loss"])
+def test_auxiliary_term_counts_once_for_each_target(fork, num_items, chunked, monkeypatch):
+    monkeypatch.setattr(model.loss, "loss_of_logits", FORKS[fork])
+    labels, weight, hidden = make_labels(), leaf(37, 16, seed=1), leaf(3, 9, 16)
+    loss_function, balance = NextTokenLoss(GPTConfig(), chunked), torch.tensor(3.0, requires_grad=True)
+    without, plain_metrics = loss_function(hidden, weight, labels, num_items)
+    loss, metrics = loss_function(hidden, weight, labels, num_items, {"balance": 0.01 * balance})
+    num_targets = (labels[:, 1:] != -100).sum()
+    divisor = num_targets if num_items is None else num_items
+    torch.testing.assert_close(loss, without + 0.03 * num_targets / divisor)
+    loss.backward()
+    torch.testing.assert_close(balance.grad, 0.01 * num_targets / divisor)
+    torch.testing.assert_close(metrics["balance"], (0.03 * num_targets, num_targets))
+    cross_entropy = plain_metrics.get("loss", (without.detach() * divisor, num_targets))
+    torch.testing.assert_close(metrics["loss"], cross_entropy)
+    assert not any(value.requires_grad for value, _ in metrics.values())
 
 
 def test_soft_cap_bounds_and_keeps_small_values():

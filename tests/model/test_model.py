@@ -318,7 +318,7 @@ def test_loss_without_targets_is_zero_or_nan(length):
 
 def test_logits_to_keep_selects_returned_logits():
     model, tokens = make_lively_model(), make_tokens()
-    logits, loss = model(tokens)
+    logits, loss, metrics = model(tokens)
     assert logits.shape == (3, 11, 61) and loss is None
     assert model(tokens, labels=tokens)[0] is None
     assert torch.equal(model(tokens, labels=tokens, logits_to_keep=0)[0], logits)
@@ -329,7 +329,7 @@ def test_logit_softcap_applies_to_logits_and_loss():
     model, tokens = make_lively_model(), make_tokens()
     free = model(tokens)[0]
     capped = make_lively_model(logit_softcap=1.5)
-    logits, loss = capped(tokens, labels=tokens, logits_to_keep=0)
+    logits, loss, _ = capped(tokens, labels=tokens, logits_to_keep=0)
     torch.testing.assert_close(logits, 1.5 * (1 - 2 / ((free / 0.75).exp() + 1)))
     assert free.abs().max() > 1.5 > logits.abs().max()
     torch.testing.assert_close(loss, F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))

@@ -9,8 +9,6 @@ from jsonargparse import ArgumentParser
 
 from config.schema import TrainConfig
 from docs import settings
-from model.config import GPTConfig
-from model.gpt import GPTModel
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tests.repo.test_rules import CORE
@@ -114,19 +112,6 @@ def test_chinese_readme_matches_english():
     words = [" ".join(re.sub(r"(?s)```.*?```", "", text).split()) for text in (README, chinese)]
     ours, theirs = (set(re.findall(r"`[^`]+`", text)) for text in words)
     assert ours == theirs, ours ^ theirs
-
-
-def test_auxiliary_loss_of_forking_page():
-    """In training, and in calls without the number of targets."""
-    [code] = re.findall(r"```python\n(.*?)```", page("forking"), re.DOTALL)
-    labels, x_BTC = torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 128)
-    for number, share in ((None, 1), (8, 1), (32, 1 / 4)):
-        model = GPTModel(GPTConfig(8))
-        names = {"self": model, "x_BTC": x_BTC, "labels": labels, "num_items_in_batch": number}
-        made = {"balance": torch.tensor(3.0)}
-        exec(code, names, made)
-        without = model.next_token_loss(x_BTC, model.output_weight, labels, number)[0]
-        assert (made["loss"] - without).item() == pytest.approx(0.03 * share, rel=1e-4)
 
 
 def test_commands_of_first_pages_are_found():

@@ -358,8 +358,8 @@ def test_story_probability_excludes_auxiliary_loss(run, capsys, monkeypatch):
     expected, forward = capsys.readouterr().out, type(loaded.model).forward
 
     def with_a_term(self, *arguments, **named):
-        logits, loss = forward(self, *arguments, **named)
-        return (logits, loss) if loss is None else (logits, loss + 5, {"loss": (loss, 99)})
+        logits, loss, _ = forward(self, *arguments, **named)
+        return (logits, loss, {}) if loss is None else (logits, loss + 5, {"loss": (loss, 99)})
 
     monkeypatch.setattr(type(loaded.model), "forward", with_a_term)
     sample.generate_sample(loaded, story, tokens, 0, settings)

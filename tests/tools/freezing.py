@@ -18,9 +18,10 @@ from training.optimizer import build_optimizer
 
 class Model(train.GPTModel):
     def forward(self, input_ids, labels=None, num_items_in_batch=None, **named):
-        logits, loss = super().forward(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **named)
+        inputs = {"labels": labels, "num_items_in_batch": num_items_in_batch, **named}
+        logits, loss, metrics = super().forward(input_ids, **inputs)
         if labels is None:
-            return logits, loss
+            return logits, loss, metrics
         num_targets = (labels[:, 1:] != -100).sum()
         sums = {"loss": (loss.detach() * num_items_in_batch, num_targets)}
         return logits, loss + num_targets / num_items_in_batch, sums
