@@ -154,7 +154,7 @@ def main(out_dir: str, verify_steps: str, base: str | None, settings: list[str])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
     parser.add_argument("--base", help="a commit of upstream; by default the first of " + ", ".join(UPSTREAM))
     own, settings = parser.parse_known_args()
