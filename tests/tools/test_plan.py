@@ -212,19 +212,19 @@ MODELS = {
 @pytest.mark.slow  # real processes: a fork shares memory with its parent
 @pytest.mark.parametrize("model", MODELS)
 def test_plan_is_within_15_percent_of_measured_peak(model, runs):
-    command = [sys.executable, "train.py", *MODELS[model].split(), "--out_dir", runs]
+    words = [*MODELS[model].split(), "--out_dir", runs]
 
-    def output(*words):
-        return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    def output(*command):
+        return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
 
-    predicted = planned_megabytes(output(*command, "--plan"))["memory"]
-    measured = int(output(sys.executable, "-c", MEASURE, *command)) / 1e6
+    predicted = planned_megabytes(output(sys.executable, "-m", "tools.plan", *words))["memory"]
+    measured = int(output(sys.executable, "-c", MEASURE, sys.executable, "train.py", *words)) / 1e6
     print(f"{model}: planned {predicted:,.0f} MB, measured {measured:,.0f} MB")
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.slow
 def test_plan_command_of_the_page_works(runs):
-    (command,) = re.findall(r"^    python -m (tools.plan .*)$", PAGE, re.MULTILINE)
-    done = train(*command.split()[1:], "--tracking.wandb", "disabled", "--out_dir", runs)
+    (words,) = re.findall(r"^    python -m tools\.plan (.*)$", PAGE, re.MULTILINE)
+    done = train(*words.split(), "--tracking.wandb", "disabled", "--out_dir", runs, script="tools.plan")
     assert "\nFLOPs " in done.stdout and not runs.exists()
