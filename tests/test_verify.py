@@ -57,8 +57,8 @@ MUTATIONS = {
         "generation with a cache = without"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
-    "sign_of_the_gradient_of_keys": (
-        "model/attention.py", "(grad_scores_NTT.mT @ q_NTD).mul_(scale)", "(grad_scores_NTT.mT @ q_NTD).mul_(-scale)",
+    "sign_of_the_gradient_of_an_input": (
+        "training/cpu_kernels.py", "onednn_linear(grad_y_TN, weight.t())", "onednn_linear(grad_y_TN, -weight.t())",
         "gradient = autograd of plain operations"),
     "chunked_loss_scales_a_gradient": (
         "model/loss.py", "grad_hidden * grad_loss", "grad_hidden * grad_loss * 2",

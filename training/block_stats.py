@@ -75,20 +75,15 @@ class BlockStatistics:
         if self._recording:
             self._before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
             gradients = [complete_gradients(trainable_parameters(block)) for block in self.blocks]
-            self._norms = {"weight_norm": group_norms(self._before), "gradient_norm": group_norms(gradients)}
+            self._norms = {"weight_norm": group_norms(self._before)}
+            self._norms["gradient_norm"] = group_norms(gradients)
 
     def _after_update(self, *_) -> None:
         if not self._recording:
             return
-        norms = self._norms | {
-            "update_ratio": group_norms(
-                [
-                    foreach_sub(list(block.parameters()), old)
-                    for block, old in zip(self.blocks, self._before, strict=True)
-                ]
-            )
-        }
-        self._before = []
+        pairs = zip(self.blocks, self._before, strict=True)
+        updates = group_norms([foreach_sub(list(block.parameters()), old) for block, old in pairs])
+        norms, self._before = self._norms | {"update_ratio": updates}, []
         device = norms["weight_norm"].device  # norms of no tensors, if all are frozen, are on the CPU
         columns = dict(zip(norms, torch.stack([norm.to(device) for norm in norms.values()]).tolist(), strict=True))
         pairs = zip(columns["update_ratio"], columns["weight_norm"], strict=True)

@@ -62,6 +62,9 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
+MODULES = {"export": "run.export"}
+
+
 def run_tool(script, kind, *words, module=None):
     """Exit code, stdout and stderr of a script."""
     out, err = StringIO(), StringIO()
@@ -70,7 +73,9 @@ def run_tool(script, kind, *words, module=None):
     sys.stdout, sys.stderr = out, err
     try:
         exit_code = (
-            data.prepare.prepare.cli() if script == "prepare" else scripts.run_script(script, kind, module=module)
+            data.prepare.prepare.cli()
+            if script == "prepare"
+            else scripts.run_script(script, kind, module=module or MODULES.get(script))
         )
         return exit_code, out.getvalue(), err.getvalue()
     finally:

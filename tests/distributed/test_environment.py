@@ -87,7 +87,7 @@ def test_notebook_launcher_trains_on_two_processes(runs):
     "more, message",
     [
         (("--optimizer.lr", "-1"), "train.py: error: optimizer.lr: -1 must be a non-negative number"),
-        (("--stop_after", "2"), "stopped after step 2 (stop_after); run the same command"),
+        (("--stop_after", "2"), "stopped after step 2; run the same command"),
     ],
     ids=["wrong", "stopped"],
 )

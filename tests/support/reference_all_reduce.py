@@ -38,7 +38,7 @@ def main(out_file: str, steps: int) -> None:
         mine = order.indices(step)[rank * BATCH // world : (rank + 1) * BATCH // world]
         rows = [dataset[i] for i in mine]
         input_ids, labels = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels"))
-        logits, _ = model(input_ids)
+        logits = model(input_ids).logits
         loss_sum = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         optimizer.zero_grad()
         loss_sum.backward()

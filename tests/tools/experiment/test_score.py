@@ -148,6 +148,9 @@ def test_real_preview_finds_validation_rows(leaks, monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))
     if leaks:
         monkeypatch.setattr(train.BatchLoader, "batches", mix_in_validation)
+        monkeypatch.setattr(
+            train.BatchLoader, "load", lambda loader, step: next(mix_in_validation(loader, step, step + 1))
+        )
     found = scorer.preview("", *REAL.split())
     assert found["rows"] == 32 and found["validation_rows"] == (16 if leaks else 0)
     assert found["digest"] and found["loss"] > 0 and not found["broken"]
