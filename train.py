@@ -94,7 +94,10 @@ def train(
     stop_signal: StopSignal,
     initial_model: LoadedModel | None,
 ) -> None:
-    """Train from `start.step` to the last step; called by all processes together."""
+    """Train from `start.step` to the last step; called by all processes together.
+
+    `state.network` is the bare model, and `state.model` is what Accelerate made of it, such as DDP.
+    """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     state = build_state(config, run, accelerator, initial_model)
     if start.checkpoint:
@@ -121,13 +124,13 @@ def train(
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
         warm_up(state, loader.load(start.step)[0])  # without an update: compiles, fixes DDP's bucket order
         if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the end is evaluated
-            metrics = {"state/digest": str(state_digest(state.network, state.optimizer))}
-            metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
-            reporter.log(0, metrics)
+            digest = state_digest(state.network, state.optimizer)
+            initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
+            reporter.log(0, {"state/digest": str(digest)} | initial)
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}  # of one step, logged and saved together
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             completed = step + 1
             log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
@@ -144,7 +147,7 @@ def train(
                 save_now, stop_now = True, completed < config.steps
             compare_now = should_compare_replicas(config, completed, save_now)
 
-            metrics = {}  # of this step, logged and saved together
+            metrics = {}
             if log_now or eval_now or save_now or compare_now:
                 digest = state_digest(state.network, state.optimizer, compare_at=completed if compare_now else None)
                 metrics["state/digest"] = str(digest)
@@ -155,7 +158,7 @@ def train(
                 metrics |= block_statistics.metrics | throughput.measure(completed)
                 if config.max_skipped:
                     metrics["train/skipped"] = state.results.skipped[0]
-            if eval_now or completed == config.steps:  # texts are generated at each evaluation and at the end
+            if eval_now or completed == config.steps:  # the end of a run without evaluations generates texts, too
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -195,7 +198,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     # The number of target tokens in the global batch: labels other than -100, from position 1 on (none predicts 0).
     num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
-    all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
+    reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped[0])  # keeps fp16 from underflow, otherwise 1
     averaged_over = 1 if state.reducer else results.num_processes  # DDP and FSDP2 average gradients; we want their sum
     outputs = []
@@ -206,8 +209,8 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
         state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(model):
             _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)
-            if all_reduce and index == 0:
-                all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
+            if reduction and index == 0:
+                reduction.wait()  # with NCCL only the CUDA stream waits, not the host
             loss = loss_sum / num_targets
             outputs.append((loss.detach(), metrics))
             if is_last:  # the all-reduce of the results overlaps the last backward
