@@ -18,7 +18,7 @@ from model.gpt import Attention, GPTModel
 
 HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 CPU_INFO, ZEN_5 = Path("/proc/cpuinfo"), re.compile(r"AuthenticAMD\ncpu family\s*: 26\n")
-LONGEST_EAGER = 256  # tokens; for longer sequences PyTorch's fused attention is faster
+LONGEST_EAGER = {torch.bfloat16: 256, torch.float32: 128}  # tokens; PyTorch's fused attention is faster for more
 # With fewer rows, as in generation, a oneDNN product takes longer to set up than to compute.
 MIN_ROWS = 64
 
@@ -145,11 +145,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropout: float) -> Tensor:
-    """Compute `model.attention.attention`, by `EagerAttention` for short sequences in bfloat16.
+    """Compute `model.attention.attention`, by `EagerAttention` for short sequences.
 
-    The backward of PyTorch's fused kernel takes up to seven times as long there.
+    In bfloat16 the backward of PyTorch's fused kernel takes up to seven times as long. Exact runs in float32 use the
+    fused kernel, which gives the same bits on every processor.
     """
-    short = q_BHTD.dtype == torch.bfloat16 and q_BHTD.shape[-2] <= LONGEST_EAGER
+    short = q_BHTD.shape[-2] <= LONGEST_EAGER.get(q_BHTD.dtype, 0)
+    if q_BHTD.dtype == torch.float32:
+        short = short and q_BHTD.shape[-2] > 1 and not torch.are_deterministic_algorithms_enabled()
     same_for_all_rows = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     if short and same_for_all_rows and q_BHTD.shape[1] == k_BKSD.shape[1] and not dropout:
         return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, mask)
