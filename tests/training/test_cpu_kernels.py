@@ -116,14 +116,16 @@ def test_eager_attention_refuses_second_derivative():
     ("length", "dtype", "settings", "eager"),
     [
         (16, torch.bfloat16, {}, True),
-        (128, torch.float32, {}, False),
+        (128, torch.float32, {}, True),
+        (129, torch.float32, {}, False),
+        (1, torch.float32, {}, False),
         (512, torch.bfloat16, {}, False),
         (16, torch.bfloat16, {"n_kv_heads": 2}, False),
         (16, torch.bfloat16, {"dropout": 0.1}, False),
         (16, torch.bfloat16, {"n_layers": 2, "window": 3}, True),
     ],
 )
-def test_eager_attention_is_for_short_sequences_in_bfloat16(length, dtype, settings, eager, monkeypatch):
+def test_eager_attention_is_for_short_sequences(length, dtype, settings, eager, monkeypatch):
     calls, compute = [], EagerAttention.apply
     monkeypatch.setattr(EagerAttention, "apply", lambda *inputs: calls.append(1) or compute(*inputs))
     shape = dict(vocab_size=50, max_position_embeddings=512, n_layers=1, n_heads=4, d_model=32, d_ff=64, dropout=0.0)
