@@ -16,12 +16,9 @@ from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
 from distributed.world import is_local_main_process
+from model.loss import MetricSums
 
 SLOWEST_BYTES_PER_SECOND = 20_000_000  # assumed slowest disk, for an upper bound on the time to verify a corpus
-
-MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. A function
-must return the same names in every call."""
 
 
 class SampleDataset(Protocol):

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from config.errors import RunError
-from data.corpus import MetricSums
+from model.loss import MetricSums
 
 # Metric names (after train/ or val/) that the loop logs itself; a model may not report them.
 RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped"}
