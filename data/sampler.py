@@ -196,8 +196,8 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return `permutation[positions]` for a random permutation of [0, size), in memory that does not grow with `size`.
 
     A small block cipher (a Feistel network) encrypts each position: this map is one to one and looks random. Its range
-    is not [0, size) but the next power of 4, so a result outside [0, size) is encrypted again until it is inside ("cycle
-    walking", Black and Rogaway 2002), which keeps the map one to one.
+    is not [0, size) but up to the next power of 4, so a result outside [0, size) is encrypted again until it is inside
+    ("cycle walking", Black and Rogaway 2002), which keeps the map one to one.
 
     Args:
         positions: int64 [n], each in [0, size).
