@@ -341,7 +341,8 @@ class TrainConfig:
     processes, which requires the host to synchronise with the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
-    """on_nonfinite skip: number of consecutive updates that may be skipped; one more stops the run."""
+    """on_nonfinite skip: largest number of consecutive updates to skip; if the next one is not finite either, the run
+    stops."""
 
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also

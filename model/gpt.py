@@ -169,10 +169,10 @@ class GPTModel(GenerativeModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise every parameter from torch's seed and its name (Radford et al. 2019, section 2.3).
+        """Initialise all parameters (Radford et al. 2019, section 2.3), from the seed of torch.manual_seed.
 
-        Each parameter has its own random generator, so that adding a parameter does not change the initial values of
-        the others: with the same seed, variants of a model start from the same weights.
+        Each parameter has its own random generator, seeded by torch's seed and the parameter's name. Adding a parameter
+        therefore does not change the others: with the same seed, variants of a model start from the same weights.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
