@@ -25,10 +25,11 @@ from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
-from data.corpus import Corpus, MetricSums, load_corpus
+from data.corpus import Corpus, load_corpus
 from data.files import write_atomically
 from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
+from model.loss import MetricSums
 from run.load import LoadedModel, load_with_source
 from run.settings import EvaluateConfig
 from run.stored_settings import USE_ITS_CODE, unknown_settings

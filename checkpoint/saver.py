@@ -1,4 +1,4 @@
-"""Save checkpoints in the background: weights, moments and the step, as safetensors and JSON.
+"""Save checkpoints in the background: weights, optimizer state and the step, as safetensors and JSON.
 
 A checkpoint is written into a temporary sibling directory, its manifest (checkpoint/manifest.py) last, and then
 renamed. checkpoint/storage.py writes and reads the tensors.
@@ -185,7 +185,7 @@ class Saver(AbstractContextManager):
 def load_checkpoint(path: Path, state: TrainState) -> None:
     """Load a valid checkpoint into the state; called by all processes together.
 
-    Raise RunError if the loaded weights and moments have another digest than the manifest records.
+    Raise RunError if the loaded weights and optimizer state have another digest than the manifest records.
     """
     from checkpoint import storage  # slow to import, and not needed without a checkpoint
 

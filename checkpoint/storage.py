@@ -1,4 +1,4 @@
-"""Write and read weights and moments as safetensors files, with torch.distributed.checkpoint (DCP).
+"""Write and read weights and optimizer state as safetensors files, with torch.distributed.checkpoint (DCP).
 
 Any number of processes can read what any other number wrote. Files of unsharded (DDP) training open in every tool that
 reads safetensors. DCP is slow to import, so checkpoint/saver.py imports this module when it is first needed.
@@ -45,7 +45,7 @@ def state_tensors(
     """Return the content of a checkpoint, as `model.*` and `optimizer.*`; called by all processes together.
 
     Learning rates, betas and the like are omitted, because they are functions of the config and the step. An optimizer
-    without moments takes a step to create them, unless `with_moments` is False. Raise ConfigError if `optimizer.state`
+    without state takes a step to create it, unless `with_moments` is False. Raise ConfigError if `optimizer.state`
     has a value other than tensors.
     """
     require_tensors(model, optimizer)
@@ -118,14 +118,14 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
 
 
 def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and moments into the prepared model and optimizer; called by all processes together.
+    """Load weights and optimizer state into the prepared model and optimizer; called by all processes together.
 
     Raise ConfigError if the tensors in the checkpoint do not match theirs, or it cannot be read.
     """
     try:
         reader = HuggingFaceStorageReader(str(directory))
         stored = reader.read_metadata().state_dict_metadata
-        # A run whose updates were all skipped has no moments, and must not create any.
+        # A run whose updates were all skipped has no optimizer state, and must not create any.
         tensors = state_tensors(model, optimizer, any(name.startswith("optimizer.") for name in stored))
         ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
         theirs = {name: f"{list(entry.size)} {entry.properties.dtype}" for name, entry in stored.items()}  # pyright: ignore[reportAttributeAccessIssue] all are tensors

@@ -1,4 +1,4 @@
-"""All settings of a run, with types, checks, and docstrings that are also their `--help`."""
+"""All settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`."""
 
 import json
 from collections.abc import Iterator
@@ -37,26 +37,26 @@ class DataConfig:
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every 1,000 training
-    sequences, and in the validation sequences unless evaluation.num_samples is null, the number from each corpus is
-    proportional to its weight."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Training sequences are drawn
+    in proportion to the weights, exactly in every block of 1,000. The validation set has the same proportions, unless
+    evaluation.num_samples is null."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
-    """source text: how documents become sequences. concat: windows of the concatenated documents; isolated: the same,
-    but attention does not cross document boundaries and positions restart there; padded: one document per sequence,
-    truncated or padded to seq_len. Conversations are never cut into windows: concat and isolated both pack whole ones,
-    isolated from each other."""
+    """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into
+    sequences; isolated: the same, but attention does not cross document boundaries and positions restart there;
+    padded: one document per sequence, truncated or padded. For conversations concat means isolated, and each sequence
+    holds as many whole conversations as fit, or one truncated conversation."""
 
     hash: str | None = None
-    """source text: hash of the tokens and the tokenizer. null: filled in when the run first starts, so that it is never
-    resumed with another corpus."""
+    """source text: hash of the tokens and the tokenizer, which the corpus must have. null: filled in when the run first
+    starts, so that the run cannot be resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
     """sources random and stories: seed of the training and the validation set, independent of the top-level `seed`.
-    null: that of the run that is resumed or of the checkpoint of branch_from, otherwise 0."""
+    null: 0 in a new run; a resumed run, or a run with branch_from, uses the data seed of its checkpoint."""
 
     num_samples: PositiveInt = 1000
-    """sources random and stories: sequences in the training set. An epoch visits each once."""
+    """sources random and stories: number of sequences in the training set."""
 
     facts: NonNegativeInt = 0
     """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: none.
@@ -66,21 +66,23 @@ class DataConfig:
     """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
 
     num_workers: UpTo256 = 0
-    """DataLoader workers of each training process. 0: load in the training process."""
+    """DataLoader worker processes per training process. 0: load data in the training process."""
 
     @property
     def corpora(self) -> list[str]:
         """The folders that source text reads."""
-        return [*(self.mix or filter(None, [self.path]))]
+        if self.mix:
+            return list(self.mix)
+        return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
         """List the settings that do not fit the source."""
         if not_paths := [path for path in self.mix or {} if not isinstance(path, str)]:
             return [f"data.mix: {not_paths[0]} is not a path"]
         if self.source == "text":
-            neither_or_both = (self.path is None) == (not self.mix)
+            num_given = (self.path is not None) + bool(self.mix)
             needs = "data.source: text needs one of data.path (a folder written by data.prepare) and data.mix (several)"
-            return ([needs] if neither_or_both else []) + self._facts_problems()
+            return ([needs] if num_given != 1 else []) + self._facts_problems()
         if self.source not in ("random", "stories"):  # a source that a fork added, which may use any of these settings
             return []
         text_settings = {"path": self.path, "mix": self.mix, "hash": self.hash}
@@ -112,14 +114,14 @@ class OptimizerConfig:
     """Peak learning rate; `schedule` scales it."""
 
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of the matrices; biases, norm gains and other vectors have none."""
+    """Decoupled weight decay of matrices. Biases, norm gains and other vectors are not decayed."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of two running averages. adamw: of the gradient and of its square; muon: of the gradient and of the
+    """Decay rates of two exponential moving averages. adamw: the gradient and its square; muon: the gradient and the
     mean square of each row of the update."""
 
     grad_clip: PositiveFloat | None = 1.0
-    """Largest global L2 norm of the gradient; larger gradients are scaled down to it. null: no clipping."""
+    """Gradients with a larger global L2 norm are scaled down to this norm. null: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class ScheduleConfig:
     """Steps over which the learning rate rises linearly to its peak."""
 
     decay_steps: PositiveInt | None = None
-    """Length in steps of the decay that ends with the run. null: linear and cosine decay from the end of the warm-up,
-    wsd over the last fifth of the run."""
+    """Number of steps at the end of the run over which the learning rate decays. null: all steps after the warm-up
+    with linear and cosine, the last fifth of the run with wsd."""
 
     min_lr_ratio: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
@@ -149,7 +151,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how much to keep."""
+    """When to save checkpoints, and which to keep."""
 
     every: PositiveInt = 1000
     """Steps between checkpoints. The last step is always saved."""
@@ -164,48 +166,44 @@ class CheckpointConfig:
     """Write checkpoints in the background, from a copy in CPU memory, while training continues."""
 
     on_failure: Literal["stop", "continue"] = "stop"
-    """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run; continue: keep training and
-    save again at the next checkpoint. The last checkpoint of a run must be written in any case."""
+    """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run; continue: keep training until
+    the next checkpoint. If the last checkpoint of a run cannot be written, the run ends with an error in both cases."""
 
     @property
     def stops_on_failure(self) -> bool:
         """Whether a failed save stops the run."""
-        match self.on_failure:
-            case "stop":
-                return True
-            case "continue":
-                return False
-            case other:
-                raise unhandled_choice("checkpoint.on_failure", other)
+        if self.on_failure not in ("stop", "continue"):
+            raise unhandled_choice("checkpoint.on_failure", self.on_failure)
+        return self.on_failure == "stop"
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation of the validation loss."""
+    """Validation loss, weight averaging and generated texts."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Sequences in the validation set, all used by every evaluation. source text: a smaller validation split is used
-    whole; null: always all of it."""
+    """Sequences in the validation set; every evaluation uses all of them. source text: at most this many sequences of
+    the validation split; null: the whole split."""
 
     micro_batch_size: PositiveInt = 50
-    """Sequences in a forward pass of an evaluation."""
+    """Sequences in one forward pass of an evaluation, per process."""
 
     ema_decay: OpenUnitInterval | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps. The
     EMA is evaluated, exported and sampled from. null: no EMA."""
 
     num_scored_generations: UpTo100000 = 200
-    """source stories: stories generated at the end to report the fraction that the grammar accepts. 0: none."""
+    """source stories: number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
 
     num_logged_generations: UpTo1000 = 2
-    """Texts of up to 128 tokens generated and logged at every evaluation after step 0 and at the end, where a run on
-    stories logs its scored generations instead. 0: none."""
+    """Number of texts, of up to 128 tokens, generated and logged at every evaluation after step 0 and at the end of a
+    run. With source stories, num_scored_generations applies at the end instead. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature of these generations."""
+    """Sampling temperature of these generations. 0: greedy decoding."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +211,12 @@ class TrackingConfig:
     """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
-    """wandb: Weights & Biases, with metrics, generations and code; tensorboard (in the run directory) and trackio,
-    both to be installed with pip: metrics and generations."""
+    """wandb (Weights & Biases): metrics, generations and code; tensorboard (in the run directory) and trackio: metrics
+    and generations; install the package with pip."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
-    """Weights & Biases: offline writes below the run directory for a later `wandb sync` and needs no account."""
+    """Mode of tracker wandb. disabled: no tracker; offline: write to the run directory, without an account, for a later
+    `wandb sync`; online: upload."""
 
     project: str = "mini-gpt"
     """The run's project in W&B or Trackio."""
@@ -243,7 +242,7 @@ class TrackingConfig:
         if self.tracker == "wandb":
             return []
         wandb_settings = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
-        if self.wandb == "online":  # the other values, one of which is the default, have no effect
+        if self.wandb == "online":  # "offline" is accepted because it is the default
             wandb_settings["wandb"] = "online"
         return [
             f"tracking.{name}: {value} is for tracking.tracker: wandb, but tracking.tracker is {self.tracker}; change "
@@ -254,9 +253,9 @@ class TrackingConfig:
 
 
 class PartialModel(GPTConfig):
-    """The `model` section of a command line with `init_from`, before that model is loaded.
+    """The `model` section of a command line with `init_from`, until the initial model is loaded.
 
-    Only the settings named in `given` were set by the user; the initial model determines the others.
+    `given` names the settings that the user set; the initial model determines the others.
     """
 
     given: frozenset[str]
@@ -268,26 +267,26 @@ class PartialModel(GPTConfig):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of one training run. Together with the launch they determine it."""
+    """The settings of one training run. Together with the launch (device, precision, processes) they determine it."""
 
     name: str | None = None
-    """Name of the run, whose directory is <out_dir>/<name>/. null: the last config file's name without its suffix."""
+    """Name of the run; its directory is <out_dir>/<name>/. null: the last config file's name without its suffix."""
 
     out_dir: str = "runs"
     """Directory that holds the runs."""
 
     seed: NonNegativeInt = 0
-    """Seed of the initial weights, the data order, dropout and generation. Synthetic data have their own, data.seed."""
+    """Seed of the initial weights, the data order, dropout and generation. Synthetic data use data.seed."""
 
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
 
     global_batch_size: PositiveInt | None = None
-    """Sequences in an optimizer step, over all processes. Gradient accumulation steps are derived from it:
+    """Sequences in an optimizer step, over all processes. It determines the number of gradient accumulation steps,
     global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes when the run first starts."""
 
     micro_batch_size: PositiveInt = 8
-    """Sequences in one forward and backward of a process."""
+    """Sequences in one forward and backward pass of a process."""
 
     seq_len: PositiveInt = 128
     """Sequence length in tokens."""
@@ -297,32 +296,32 @@ class TrainConfig:
     renaming an existing run directory."""
 
     branch_from: str | None = None
-    """Path of a checkpoint whose weights, moments and step a new run starts from."""
+    """Path of a checkpoint: a new run starts from its weights, optimizer state and step."""
 
     init_from: str | None = None
-    """Model whose weights a new run starts from, at step 0 and with a new optimizer: a run, a folder in
-    transformers' format (GPT-2 or Qwen3), or a name on the Hub. Its settings replace `model`; only dropout may
+    """Initial weights of a new run, which starts at step 0 with a new optimizer: a run, a folder in transformers'
+    format (GPT-2 or Qwen3), or a name on the Hub. The settings of that model replace `model`; only dropout may
     differ. null: random weights."""
 
     init_hash: str | None = None
-    """Hash of the weights of init_from. null: filled in when the run first starts, so that it is never resumed with
-    other weights."""
+    """Hash that the weights of init_from must have. null: filled in when the run first starts, so that the run cannot
+    be resumed with other initial weights."""
 
     exact: bool = False
-    """Train to the same bits on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of by DDP, with
-    deterministic algorithms only, and on the CPU with one thread per process."""
+    """Train to bitwise the same weights on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of
+    by DDP, all algorithms are deterministic, and on the CPU each process uses one thread."""
 
     compile: bool = False
     """Compile each transformer block and the chunked loss with torch.compile. Without a compiler the run trains
     uncompiled, as its first lines of output report."""
 
     tf32: bool = False
-    """On an NVIDIA GPU, multiply float32 matrices in TF32, several times as fast; of use only without mixed precision.
-    Inputs are rounded to a 10-bit mantissa. Not with `exact`."""
+    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times faster, but inputs are rounded to a 10-bit
+    mantissa. Useful only without mixed precision. Cannot be combined with `exact`."""
 
     activation_checkpointing: bool = False
-    """Store only the input of each transformer block and recompute its activations in the backward: less memory for
-    a third more FLOPs."""
+    """Store only the input of each transformer block and recompute its activations in the backward pass: less memory,
+    but a third more FLOPs."""
 
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
@@ -330,27 +329,28 @@ class TrainConfig:
     CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as on a signal; the same command then resumes the run up to `steps`. Ignored by a
-    run that has already completed this step."""
+    """Save and stop after this step, as on a signal; run the same command again to resume up to `steps`. Ignored if the
+    run has already completed this step."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
-    """First and last step, counted from 1 as in the log, such as [20, 22]: every process writes a Chrome trace of them
-    into the run directory."""
+    """First and last step to profile, counted from 1 as in the log, such as [20, 22]. Every process writes a Chrome
+    trace to the run directory."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action when the loss or the gradient is infinite or NaN. stop: stop the run; skip: skip the update on all
-    processes; the host then waits for the device in every step."""
+    processes, which requires the host to synchronise with the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
-    """on_nonfinite skip: number of consecutive updates that may be skipped before the run stops."""
+    """on_nonfinite skip: largest number of consecutive updates to skip; if the next one is not finite either, the run
+    stops."""
 
     check_replicas_every: NonNegativeInt = 100
-    """Steps between comparisons of the processes' weights and moments by digests; they are also compared before each
-    save. 0: never, not even then."""
+    """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
+    compared before every checkpoint. 0: never compare them, not even before a checkpoint."""
 
     timeout_seconds: TimeoutSeconds = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
-    the run ends with an error. For a batch from data.num_workers it waits at most half as long."""
+    the run ends with an error. The timeout for a batch from a DataLoader worker is half as long."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -362,23 +362,19 @@ class TrainConfig:
 
     @property
     def run_name(self) -> str:
-        """The name of the run, which is never null after parsing."""
+        """The name of the run; the parser fills in a null name."""
         assert self.name is not None
         return self.name
 
     @property
     def max_skipped(self) -> int:
-        """Number of consecutive updates that may be skipped."""
-        match self.on_nonfinite:
-            case "stop":
-                return 0
-            case "skip":
-                return self.max_skipped_in_a_row
-            case other:
-                raise unhandled_choice("on_nonfinite", other)
+        """Number of consecutive updates that may be skipped: 0 unless on_nonfinite is skip."""
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise unhandled_choice("on_nonfinite", self.on_nonfinite)
+        return self.max_skipped_in_a_row if self.on_nonfinite == "skip" else 0
 
     def problems(self, num_processes: int) -> list[str]:
-        """List the values that are out of range; if there are none, the settings that contradict each other."""
+        """List values that are out of range or, if there are none, settings that contradict each other."""
         if problems := invalid_values(self):
             return problems
         if isinstance(self.model, PartialModel):  # the rest is checked with the settings of the initial model
@@ -527,7 +523,7 @@ class TrainConfig:
 
 
 def _nearest(size: int, unit: int) -> str:
-    """Return the positive multiples of `unit` next below and above `size`, such as "8 or 16"."""
+    """Return the nearest positive multiples of `unit` below and above `size`, such as "8 or 16"."""
     below = size // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 

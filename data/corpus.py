@@ -16,17 +16,16 @@ from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
 from distributed.world import is_local_main_process
+from model.loss import MetricSums
 
-SLOWEST_BYTES_PER_SECOND = 20_000_000  # of a disk that is read to verify a corpus
-
-MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""(sum, count) of each metric by name. A function must return the same names in every call."""
+SLOWEST_BYTES_PER_SECOND = 20_000_000  # assumed slowest disk, for an upper bound on the time to verify a corpus
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}, with "position_ids" if isolated.
+    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}.
 
-    A sample is one sequence of T tokens.
+    A sample is one sequence of T tokens; "sample" is used where its index in the dataset matters, "sequence" elsewhere.
+    With packing "isolated" it also has "position_ids", int64 [T], which restart at each document.
     """
 
     def __len__(self) -> int: ...
@@ -36,31 +35,32 @@ class SampleDataset(Protocol):
 
 @dataclass
 class Corpus:
-    """A training set, a validation set, their tokenizer, and functions that score the model's logits and texts."""
+    """A training and a validation set, their tokenizer, and optional metrics of the model's logits and texts."""
 
     train: SampleDataset
     validation: SampleDataset | None
-    """The validation set; None for source text without evaluations. It may have `entropy_nats` (the lowest expected
-    loss of any model, in nats summed over all targets) and `num_bytes` (of its text, for bits per byte)."""
+    """None for source text without evaluations. The dataset may have the attributes `entropy_nats` (the lowest expected
+    loss of any model, in nats summed over all targets) and `num_bytes` (size of its text, for bits per byte)."""
     tokenizer: Tokenizer | None
+    """None for random tokens."""
     vocab_size: int
     quotas: list[int] | None = None
-    """Number of samples of each corpus in every MIX_BLOCK training samples; None: no mixture."""
+    """For a mixture: the number of sequences from each corpus in every MIX_BLOCK training sequences."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of a run that the corpus determines, such as the hash of its files and tokenizer: {"data.hash": ...}."""
+    """Settings of a run that the corpus determines, such as {"data.hash": ...}."""
     metadata: dict[Path, dict[str, Any]] = field(default_factory=dict)
     """Content of metadata.json of each corpus folder; {} for generated data."""
     score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
-    """Computes further validation metrics, logged as val/NAME, from the logits [B, T, V] (position t predicts
-    label t + 1) and the batch."""
+    """(logits [B, T, V], batch) -> further validation metrics, logged as val/NAME. The logits at position t predict
+    label t + 1."""
     end_of_text: int | None = None
-    """The token between texts; None: the tokenizer's <|endoftext|>."""
+    """Id of the token between texts, from which texts are generated; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None
-    """Describes a generated text: whether it is valid, and its log-probability."""
+    """Generated text -> a remark that is logged with it: whether it is valid, and its log-probability."""
     conversations: str = ""
-    """Description of how conversations became training samples, printed at the start of a run; empty: it has none."""
+    """Remark on how conversations became training sequences, printed at the start of a run; empty for other text."""
     score_texts: Callable[[list[str]], MetricSums] | None = None
-    """Scores generated texts, logged as generation/NAME at the end of a run."""
+    """Generated texts -> metrics, logged as generation/NAME at the end of a run."""
 
     def fill_in(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
@@ -69,13 +69,13 @@ class Corpus:
     def verify(self) -> None:
         """Compare the files with their recorded hashes, on the first process of each machine.
 
-        Call it before the process group exists, whose timeout a long verification would exceed.
+        Call it before the process group is created: a long verification would exceed the timeout of a collective.
 
         Raises:
-            ConfigError: a file has another content than data.prepare wrote, or cannot be read.
+            ConfigError: a file differs from the one that data.prepare wrote, or cannot be read.
         """
         if self.metadata and is_local_main_process():
-            from data.integrity import verify  # imports pyarrow, which is slow and needed by no other source
+            from data.integrity import verify  # imports pyarrow, which is slow and which only source text needs
 
             verify(self.metadata)
 
@@ -86,7 +86,7 @@ class Corpus:
 
     @property
     def max_verification_seconds(self) -> int:
-        """Upper bound of the time that `verify` takes."""
+        """Upper bound on the time that `verify` takes."""
         return sum(self.file_sizes) // SLOWEST_BYTES_PER_SECOND
 
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
@@ -96,12 +96,12 @@ class Corpus:
         arguments = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
         if self.quotas is None:
             return GlobalBatches(len(self.train), *arguments)
-        parts = cast(Any, self.train).datasets  # a mixture is a MixedDataset
-        return MixedBatches([len(part) for part in parts], self.quotas, *arguments)
+        components = cast(Any, self.train).datasets  # a mixture is a MixedDataset
+        return MixedBatches([len(component) for component in components], self.quotas, *arguments)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
-    """Load the corpus that `config.data` names, in sequences of `config.seq_len` tokens.
+    """Load the corpus that `config.data` selects, as sequences of `config.seq_len` tokens.
 
     Raises:
         ConfigError: the settings do not fit the corpus, or the corpus is damaged.
@@ -132,8 +132,8 @@ def load_corpus(config: TrainConfig) -> Corpus:
             raise unhandled_choice("data.source", other)
 
 
-def _validation_samples(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
-    """Return the number of validation samples of each corpus, None for all."""
+def _validation_sizes(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
+    """Return the number of validation sequences of each corpus; None: the whole validation split."""
     if config.evaluation.num_samples is None:
         return [None] * len(quotas)
     try:
@@ -154,24 +154,26 @@ def _load_text(config: TrainConfig) -> Corpus:
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         problem = f"{', '.join(data.mix or ())} were made with different tokenizers"
         raise ConfigError(f"data.mix: {problem}; prepare them with one --tokenizer")
-    chat = any(corpus.has_conversations for corpus in corpora)
-    packing = "isolated" if chat and data.packing == "concat" else data.packing
+    has_conversations = any(corpus.has_conversations for corpus in corpora)
+    packing = "isolated" if has_conversations and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
 
-    def load_split(split: str, num_samples: Sequence[int | None]) -> TextDataset | MixedDataset:
-        parts = [
-            TextDataset(corpus, split, config.seq_len, packing, number)
-            for corpus, number in zip(corpora, num_samples, strict=True)
+    def load_split(split: str, sizes: Sequence[int | None]) -> TextDataset | MixedDataset:
+        datasets = [
+            TextDataset(corpus, split, config.seq_len, packing, size)
+            for corpus, size in zip(corpora, sizes, strict=True)
         ]
-        return MixedDataset(parts) if data.mix else parts[0]
+        return MixedDataset(datasets) if data.mix else datasets[0]
 
-    train = load_split("train", [None] * len(corpora))
+    train, validation = load_split("train", [None] * len(corpora)), None
+    if config.evaluation.every:
+        validation = load_split("validation", _validation_sizes(config, quotas))
     return Corpus(
         train,
-        load_split("validation", _validation_samples(config, quotas)) if config.evaluation.every else None,
-        corpora[0].tokenizer,
+        validation,
+        tokenizer=corpora[0].tokenizer,
         vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
         quotas=quotas if data.mix else None,
         settings={"data.hash": content_hash, "data.packing": packing},

@@ -1,4 +1,4 @@
-"""A 64-bit digest of all weights and optimizer moments of a run; it changes with any bit and any permutation.
+"""A 64-bit digest of all weights and the optimizer state of a run; it changes with any bit and any permutation.
 
 A tensor is read as rows of integers. Each row has a multilinear hash (Lemire and Kaser 2014, arXiv:1202.4961): the dot
 product with odd pseudo-random factors. The hash of a row is mixed with the tensor's name and the row's index, and the
@@ -31,7 +31,7 @@ VALUES_AT_ONCE = defaultdict(lambda: 2**24, cpu=0)
 
 
 class ReplicasDiffer(RunError):
-    """The processes hold different weights or moments: a hardware fault, or code that depends on the rank."""
+    """The processes hold different weights or optimizer states: a hardware fault, or code that depends on the rank."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StateDigest:
 
 
 def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer, compare_at: int | None = None) -> StateDigest:
-    """Compute the digest of all weights and moments, named as in a checkpoint. All processes call this together.
+    """Compute the digest of weights and optimizer state, named as in a checkpoint. All processes call this together.
 
     With `compare_at`, a step, compare the processes too. Raise ReplicasDiffer on all of them if their digests differ,
     and RunError if the optimizer keeps a DTensor that is not sharded by rows.

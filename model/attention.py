@@ -1,6 +1,6 @@
-"""Attention of queries, keys and values: the masks, and the choice of the kernel.
+"""The attention operation: the choice of the kernel, and the masks.
 
-Suffixes name the shape, as in model/gpt.py; S is the number of keys, which with a cache is larger than T.
+Suffixes name the shape, as in model/gpt.py. S is the number of keys: with a KV cache it is larger than T.
 """
 
 import functools
@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Tensor | BlockMask | None
-"""bool [T, S] or [B, 1, T, S], True where a query may attend to a key; or flex attention's BlockMask; None: causal."""
+"""None: causal attention. Otherwise bool [T, S] or [B, 1, T, S], True where a query may attend to a key, or a BlockMask
+for flex attention."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A mask in flex attention's form: a function of indices (row, head, query, key) that returns bool, elementwise."""
+"""A mask as a function, the mask_mod of flex attention: (row, head, query, key) -> bool, elementwise on indices."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some ARM machines
-# Uncompiled, flex attention materialises all scores. Compiled on first use: importing the compiler takes seconds.
+# Flex attention is compiled because otherwise it would materialise all scores, and compiled on first use because
+# importing the compiler takes seconds.
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
@@ -28,7 +30,7 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropou
     if isinstance(mask, BlockMask):
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
-    causal = mask is None and q_BHTD.shape[-2] > 1  # a single query, after cached keys, attends to all of them
+    causal = mask is None and q_BHTD.shape[-2] > 1  # a single query comes after all cached keys and attends to all
     return F.scaled_dot_product_attention(
         q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
@@ -38,9 +40,9 @@ def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropou
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Return the document of each token, int64 [B, T], from 1 in each row; None if each row is one document.
+    """Return the document number of each token, int64 [B, T], from 1 in each row; None if each row is one document.
 
-    The number of documents is tested on a CPU only, because the test would synchronise with a GPU.
+    On a GPU it is never None, because counting the documents would synchronise with the host.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.
@@ -50,12 +52,15 @@ def document_ids(position_ids: Tensor) -> Tensor | None:
 
 
 def uses_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
-    """Return whether flex attention, which skips masked blocks, supports the arguments on this machine."""
+    """Return whether flex attention supports the arguments on this machine; it skips blocks that are fully masked."""
     return tokens.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON
 
 
 def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
-    """Return a mask_mod that lets a query attend to itself and the `window` - 1 positions before, in its document."""
+    """Return a mask_mod for causal sliding-window attention that does not cross documents.
+
+    A query attends to itself and to the `window` - 1 positions before it.
+    """
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (query >= key) & (query - key < window)
@@ -67,10 +72,10 @@ def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
 
 
 def dense_mask(mask_mod: MaskMod, begin: int, end: int, num_rows: int | None, device: torch.device) -> Tensor:
-    """Evaluate `mask_mod` for queries from `begin` to `end` and all keys before `end`.
+    """Evaluate `mask_mod` for the T = end - begin queries at positions [begin, end) and the S = end keys before `end`.
 
     Returns:
-        bool [T, S], or [B, 1, T, S] if `num_rows` is given.
+        bool [T, S], or [B, 1, T, S] if B = `num_rows` is given.
     """
     query_T1, key_S = torch.arange(begin, end, device=device)[:, None], torch.arange(end, device=device)
     row = torch.zeros((), dtype=torch.int64, device=device)
@@ -85,23 +90,23 @@ def attention_masks(
     num_cached: int,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    flex: bool,
+    use_flex: bool,
 ) -> dict[int | None, Mask]:
-    """Return the mask for each distinct window of `windows`; see GPTModel.forward for the other arguments.
+    """Return {window: mask} for the distinct windows of the layers.
 
     Args:
-        windows: attention window of each layer in tokens; None: all tokens before.
+        windows: attention window of each layer in tokens; None: all positions before.
         input_ids: int64 [B, T].
         num_cached: number of positions before `input_ids` whose keys and values are cached.
-        attention_mask: 0 where there is padding, [B, T].
+        attention_mask: [B, T], 0 at padding.
         position_ids: int64 [B, T], restarting from 0 at each document.
-        flex: whether to return masks for flex attention where nothing is cached or padded.
+        use_flex: whether to return masks for flex attention, where no positions are cached or padded.
     """
     begin, end, device = num_cached, num_cached + input_ids.shape[1], input_ids.device
     is_token_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
     document_BT = None if position_ids is None else document_ids(position_ids)
     num_rows = None if document_BT is None else len(document_BT)
-    # is_causal=True aligns the mask with the first key, which is wrong for several queries after cached keys.
+    # is_causal=True aligns the first query with the first key, which is wrong for several queries after cached keys.
     needs_offset_causal_mask = 0 < begin < end - 1
     masks: dict[int | None, Mask] = {}
     for window in set(windows):
@@ -109,10 +114,10 @@ def attention_masks(
         mask_mod = make_mask_mod(width, document_BT)
         if width == end and document_BT is None and is_token_BT is None and not needs_offset_causal_mask:
             masks[window] = None
-        elif flex and begin == 0 and is_token_BT is None:
+        elif use_flex and begin == 0 and is_token_BT is None:
             masks[window] = create_block_mask(mask_mod, num_rows, None, end, end, device=device)
         else:
             mask = dense_mask(mask_mod, begin, end, num_rows, device)
-            # For a query without any key (left padding) PyTorch's kernel returns zeros, since torch 2.5.
+            # With left padding some queries may attend to no key; since torch 2.5 the kernel returns zeros for them.
             masks[window] = mask if is_token_BT is None else mask & is_token_BT[:, None, None, :]
     return masks

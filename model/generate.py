@@ -27,7 +27,7 @@ class KVCache:
 def sample_tokens(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Sample the next token of each row, int64 [B, 1]; see GenerationMixin.stream."""
+    """Sample the next token of each row, int64 [B, 1]; see GenerativeModel.stream."""
     if temperature < 1e-30:  # greedy: dividing by a smaller number would give infinite logits
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
@@ -42,7 +42,7 @@ def sample_tokens(
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
-class GenerationMixin(nn.Module):
+class GenerativeModel(nn.Module):
     """Base class of GPTModel with its generation methods."""
 
     config: GPTConfig

@@ -1,7 +1,7 @@
 """A decoder-only transformer: GPT-2, Qwen3, or a combination of their and other published parts (see GPTConfig).
 
 Suffixes name the shape of a tensor: B sequences in the batch, T positions, C d_model, H query heads, K key and value
-heads, D width of a head, V vocabulary, S keys: T and those that are cached.
+heads, D size of a head, V size of the vocabulary, S keys (the cached positions and T new ones).
 """
 
 import math
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
-from model.generate import GenerationMixin, KVCache
+from model.generate import GenerativeModel, KVCache
 from model.loss import NextTokenLoss, soft_cap
 from model.seeds import derive_seed
 
-Rope = tuple[Tensor, Tensor] | None  # cosines and sines
+Rope = tuple[Tensor, Tensor]  # cosines and sines, see rope_tables
 
 
-def rope_tables(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
-    Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (the convention of transformers), rotated by
-    position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. A buffer would be cast by
-    model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
+    Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (as in transformers), which is rotated by
+    position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. If they were a buffer, it would
+    be cast by model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
     angle = positions[..., None].float() * frequency
@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_size = config.head_size
-        self.attend = attention  # training/cpu_kernels.py may choose another kernel
+        self.attend = attention  # training/cpu_kernels.py may replace this function
         self.dropout = config.dropout
         self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
         self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
@@ -63,17 +63,18 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None = None) -> Tensor:
         q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast q and k are bfloat16 or float16; RMSNorm's fused kernel needs the dtype of its weight.
+            # Under autocast q and k are bfloat16 or float16, but RMSNorm's fused kernel needs the dtype of its weight.
             q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
             k_BTKD = self.k_norm(k_BTKD.type_as(self.k_norm.weight))
         q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
+        # The norm and the rotation may have made q and k float32; the kernel needs one dtype.
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
         y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0)
@@ -114,7 +115,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, rope: Rope, mask: Mask, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None = None) -> Tensor:
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask, cache))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
@@ -123,10 +124,9 @@ class Output(NamedTuple):
     """The results of GPTModel.forward.
 
     Attributes:
-        logits: [B, positions kept, V] in the dtype of the computation; None with labels, unless requested.
+        logits: [B, kept positions, V] in the dtype of the computation; None with labels, unless requested.
         loss: 0-dim, at least float32, in nats; None without labels.
-        metrics: auxiliary metrics {name: (sum, count)}, numbers or detached 0-dim tensors, not divided by
-            num_items_in_batch (docs/forking.md); often empty.
+        metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md).
     """
 
     logits: Tensor | None
@@ -134,7 +134,7 @@ class Output(NamedTuple):
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
-class GPTModel(GenerationMixin):
+class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Raises:
@@ -169,7 +169,10 @@ class GPTModel(GenerationMixin):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise every parameter as a function of its name and torch's seed (Radford et al. 2019, section 2.3).
+        """Initialise all parameters (Radford et al. 2019, section 2.3), from the seed of torch.manual_seed.
+
+        Each parameter has its own random generator, seeded by torch's seed and the parameter's name. Adding a parameter
+        therefore does not change the others: with the same seed, variants of a model start from the same weights.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -181,7 +184,6 @@ class GPTModel(GenerationMixin):
 
         The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
         variance independent of depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
-        Each parameter has its own random generator, so adding one does not change the random numbers of the others.
         """
         for name, parameter in self.named_parameters():
             generator = torch.Generator("cpu" if parameter.is_meta else parameter.device)
@@ -215,17 +217,17 @@ class GPTModel(GenerationMixin):
 
         Args:
             input_ids: tokens, int64 [B, T].
-            attention_mask: 1 for tokens and 0 for padding, [B, T]; padding takes up positions, too. Omit it where
-                nothing is padded: checking that it is all ones synchronises with the GPU.
+            attention_mask: [B, T], 1 for tokens and 0 for padding; padding takes up positions, too. Omit it if there
+                is no padding: checking that it is all ones synchronises with the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
-                is their mean (NaN without any). A training step divides by the targets of the global batch.
-            logits_to_keep: number of last positions for which logits are returned; 0: all. Default:
-                all, or none if there are `labels`, because logits are by far the largest tensor of a training step.
+                is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
+            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
+                `labels`, none with them, because logits are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
                 supported together with `attention_mask`.
-            cache: one KVCache per block, which holds the positions before `input_ids` and is extended by `input_ids`.
-                Not supported together with `attention_mask` or `position_ids`.
+            cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
+                `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
         Raises:
             ValueError: the sequence is longer than max_position_embeddings.
@@ -235,8 +237,9 @@ class GPTModel(GenerationMixin):
         seq_len = num_cached + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
-        flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, self.config.head_size)
-        masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, flex)
+        use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, self.config.head_size)
+        # By window: layers with the same window share a mask.
+        masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
         rope = None
         x_BTC = self.token_embedding(input_ids)
@@ -261,15 +264,15 @@ class GPTModel(GenerationMixin):
         return Output(logits, loss, metrics)
 
     def num_parameters(self) -> int:
-        """Count the parameters, shared ones once."""
+        """Count the parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def num_compute_parameters(self) -> int:
         """Count the parameters used in the computation of every token, for FLOPs and scaling laws.
 
-        Embedding tables are not counted, because they are only looked up. Everything else is, including norms and
-        biases (negligible) and the output projection, even if tied to the embedding. A layer that is registered
-        under several names counts each time.
+        Embedding tables do not count, because they are only looked up. All other parameters do, including norms and
+        biases (negligible) and the output projection, even if it is tied to the embedding. A layer that is registered
+        under several names counts once per name.
         """
         layers = [
             layer
@@ -281,9 +284,9 @@ class GPTModel(GenerationMixin):
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
-        Forward and backward take 6 per compute parameter. In each layer, attention scores and the weighted sum of
-        values take 12 n_heads head_size times the number of positions in the window, or seq_len without one; by
-        convention this is not halved for causal attention.
+        Forward and backward together take 6 per compute parameter. In each layer, attention scores and the weighted sum
+        of values take 12 n_heads head_size per position of the window, or of seq_len without a window; by convention
+        this is not halved for causal attention.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)
         attention_flops = 12 * self.config.n_heads * self.config.head_size * attended
@@ -291,6 +294,6 @@ class GPTModel(GenerationMixin):
 
 
 def build_on_meta_device(config: GPTConfig) -> GPTModel:
-    """Build the network without memory for its weights, to count parameters and FLOPs or to load weights into it."""
+    """Build a model without allocating its weights, to count parameters and FLOPs or to load weights into it."""
     with torch.device("meta"):
         return GPTModel(config)

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from model.config import GPTConfig
 
+MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
+"""{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. A function
+must return the same names in every call."""
+
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
 # With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.

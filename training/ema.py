@@ -1,6 +1,6 @@
 """The exponential moving average (EMA) of the weights, which is evaluated in their place.
 
-It is kept in the optimizer's state, so it is saved, sharded and hashed as the moments are.
+It is part of the optimizer's state, so it is saved, sharded and hashed like the rest of that state.
 """
 
 from collections.abc import Iterator

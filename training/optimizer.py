@@ -17,7 +17,7 @@ from training.schedule import SCHEDULES, scheduled_value
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float | None = None) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` selects; weight decay applies to matrices only.
 
-    With `ema_decay` the optimizer also tracks an exponential moving average of the weights.
+    With `ema_decay`, the optimizer also updates an exponential moving average (EMA) of the weights.
     """
     optimizer = _select_optimizer(model, config)
     if ema_decay is not None:
@@ -49,7 +49,7 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
 
 
 def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Apply the scheduled values of step `step` (from 0) to the optimizer's groups, and to dropout if scheduled."""
+    """Set the scheduled values of step `step` (from 0) in the optimizer's groups, and the dropout rate if scheduled."""
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
@@ -59,12 +59,15 @@ def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
-            elif isinstance(getattr(module, "dropout", None), float):  # Attention, which passes it to the kernel
+            elif isinstance(getattr(module, "dropout", None), float):  # Attention passes its rate to the kernel
                 module.dropout = rate
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return `train/lr`, and `train/lr_GROUP` for each group with a different rate, by its `name` or number."""
+    """Return `train/lr`, the rate of the first group, and `train/lr_GROUP` for each group with another rate.
+
+    GROUP is the `name` of the group, or its number if it has none.
+    """
     first, *others = (group["lr"] for group in optimizer.param_groups)
     rates = {"train/lr": first}
     for index, lr in enumerate(others, start=1):
@@ -73,16 +76,17 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return rates
 
 
-# Polar Express (Amsel et al. 2025, arXiv:2505.16932): optimal polynomials, applied in turn, for singular values from
-# 0.001 to 1, with modded-nanogpt's safety factor for rounding (hence 1.02). Three of the five polynomials are enough:
-# they leave singular values between 0.12 and 1.9 instead of near 1, and the loss is the same (benchmarks/LOG.md).
+# Polar Express (Amsel et al. 2025, arXiv:2505.16932): polynomials (a, b, c), applied one after another, optimal for
+# singular values from 0.001 to 1. The factor 1.02, from modded-nanogpt, is a safety margin for rounding. The first
+# three of the five polynomials suffice: they leave singular values between 0.12 and 1.9 instead of near 1, and the loss
+# is the same (benchmarks/LOG.md).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
 )
 
-MAX_GATHERED_ELEMENTS = 2**26  # of sharded matrices that are updated together: 256 MiB in float32
+MAX_GATHERED_ELEMENTS = 2**26  # limit on sharded matrices that are updated together: 256 MiB in float32
 
 
 def frobenius_norm(matrices: Tensor) -> Tensor:
@@ -91,9 +95,9 @@ def frobenius_norm(matrices: Tensor) -> Tensor:
 
 
 def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, float]] = POLAR_EXPRESS) -> Tensor:
-    """Approximate U V^T of each matrix U S V^T in [N, rows, columns], in its dtype.
+    """Approximate U V^T for each matrix U S V^T (its SVD) in [N, rows, columns]; computed in the dtype of `matrices`.
 
-    Each polynomial maps the singular values x to a x + b x^3 + c x^5, as a Newton-Schulz iteration does.
+    Each polynomial (a, b, c) maps every singular value s to a s + b s^3 + c s^5, as a Newton-Schulz iteration does.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalize(matrices.mT, polynomials).mT
@@ -105,16 +109,15 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) on the blocks' linear weights, AdamW on everything else, as one optimizer.
+    """Muon (Jordan et al. 2024) for the linear weights of the blocks and AdamW for all others, as one optimizer.
 
-    The Nesterov momentum of a matrix is orthogonalised. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row is
-    then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
-    This update is scaled to a root mean square of 0.2, typical of AdamW's updates (Liu et al. 2025, arXiv:2502.16982),
-    so that one learning rate and one weight decay serve both, as in torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw".
+    Muon orthogonalises the Nesterov momentum of each matrix. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row
+    is then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
+    The update is scaled to a root mean square of 0.2, which is typical of AdamW (Liu et al. 2025, arXiv:2502.16982), so
+    that both use the same learning rate and weight decay, as in torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 
-    Matrices of one shape are updated together. They are orthogonalised in bfloat16, but in float32 on CPUs, few of
-    which compute in bfloat16.
+    Matrices of the same shape are stacked and orthogonalised together: in bfloat16, or in float32 on a CPU, because few
+    CPUs compute in bfloat16.
     """
 
     def __init__(self, muon_weights: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
@@ -130,29 +133,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if weight.grad is not None:
                 by_shape.setdefault(weight.shape, []).append(weight)
         for shape, weights in by_shape.items():
-            # Sharded matrices are gathered by one all-gather, but not more than fit into memory.
-            gathered = max(1, MAX_GATHERED_ELEMENTS // shape.numel()) if is_sharded(weights[0]) else len(weights)
-            for start in range(0, len(weights), gathered):
-                self._muon_step(weights[start : start + gathered], muon)
-        # AdamW works on this optimizer's groups and state, which are the ones that are saved and loaded.
+            # One all-gather gathers several sharded matrices; their number is limited to bound the memory.
+            num_together = max(1, MAX_GATHERED_ELEMENTS // shape.numel()) if is_sharded(weights[0]) else len(weights)
+            for start in range(0, len(weights), num_together):
+                self._muon_step(weights[start : start + num_together], muon)
+        # AdamW updates the groups and the state of this optimizer, so that one state_dict contains both. They are
+        # assigned in every step because load_state_dict replaces them.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
     def _muon_step(self, weights: list[nn.Parameter], group: dict) -> None:
-        """Update matrices of one shape."""
+        """Update matrices of the same shape, sharded or not, from their gradients.
+
+        torch's foreach_lerp_, foreach_mul_ and foreach_add_ apply lerp_, mul_ and add_ to each tensor of a list.
+        """
         (beta1, beta2), lr = group["betas"], group["lr"]
+        gradients: list[Tensor] = []
         for weight in weights:
+            assert weight.grad is not None, "step selects the weights that have gradients"
+            gradients.append(weight.grad)
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]  # the `if` is for pyright alone
         momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
         squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
         foreach_lerp_(momenta, gradients, 1 - beta1)
-        # In place on a copy, because torch 2.11 to 2.13 have no other foreach_lerp for sharded tensors.
-        nesterov = [gradient.clone() for gradient in gradients]
-        foreach_lerp_(nesterov, momenta, beta1)
-        nesterov = full_tensor(torch.stack(nesterov))
+        # Copies, because the out-of-place foreach_lerp of torch 2.11 to 2.13 does not support sharded tensors.
+        nesterov_momenta = [gradient.clone() for gradient in gradients]
+        foreach_lerp_(nesterov_momenta, momenta, beta1)
+        nesterov = full_tensor(torch.stack(nesterov_momenta))
         dtype = torch.float32 if nesterov.device.type == "cpu" else torch.bfloat16
         updates = orthogonalize(nesterov.to(dtype)).float()
         foreach_lerp_(squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)

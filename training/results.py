@@ -1,8 +1,15 @@
-"""The results of a step: one small all-reduce that overlaps the last backward, read by the host one step late.
+"""The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes.
 
-Reading a result at once would make the host wait for the device, so `read` returns the one of the step before. The loop
-reads it at once only if something depends on it: a log line, an evaluation, a checkpoint or, if updates may be skipped,
-every update. The flag that asks all processes to stop travels in the same all-reduce.
+Three calls per step hide the all-reduce and the copy to the host behind computation:
+
+1. `send`, before the backward of the last micro-batch, starts one small all-reduce, which overlaps that backward.
+2. `finish`, after that backward, waits for the all-reduce (with NCCL only the CUDA stream waits), adds the gradient
+   norm and starts the copy to the host.
+3. `read` returns the result of the previous step, which has already arrived. With `wait`, it returns the result of the
+   current step. The loop waits only if something depends on that result: a log line, an evaluation, a checkpoint, or,
+   if updates may be skipped, every update.
+
+A process that wants all processes to stop says so in the same all-reduce.
 """
 
 import math
@@ -18,11 +25,25 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from config.errors import RunError
-from data.corpus import MetricSums
+from model.loss import MetricSums
 
-# Metric names (after train/ or val/) that the loop logs itself; a model may not report them.
-RESERVED_NAMES = {"lr", "grad_norm", "tokens", "skipped"}
-RESERVED_NAMES |= {"perplexity", "entropy", "excess_loss", "bits_per_byte", "bytes"}
+# The loop logs these metrics itself, as train/NAME or val/NAME; a model may not report them.
+RESERVED_NAMES = {
+    "lr",
+    "grad_norm",
+    "tokens",
+    "skipped",
+    "perplexity",
+    "entropy",
+    "excess_loss",
+    "bits_per_byte",
+    "bytes",
+}
+
+# The columns of `_Pending.rows`, which has one row per process. NUM_TARGETS and GRAD_NORM are global, so only row 0 has
+# them. From column MICRO_BATCHES on, a row has the values of one local micro-batch after another: its loss, then the
+# sum and the count of each auxiliary metric.
+NUM_TARGETS, GRAD_NORM, STOP, MICRO_BATCHES = range(4)
 
 
 class NonFiniteError(RunError):
@@ -34,59 +55,62 @@ class NonFiniteError(RunError):
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """Return the sum, rounded once; NaN if a value is not finite."""
+    """Return the sum, rounded only once; NaN if a value is not finite."""
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
-    """Return sum(sums) / sum(counts), both sums rounded once; NaN if the count is 0 or a value is not finite."""
+    """Return exact_sum(sums) / exact_sum(counts); NaN if the count is 0 or a value is not finite."""
     count = exact_sum(counts)
     return exact_sum(sums) / count if count else math.nan
 
 
 def fill_slots(buffer: Tensor, values: Sequence[Tensor | float]) -> None:
-    """Write numbers and 0-dim tensors to the first slots; `buffer[slot] = value` would synchronise with the GPU."""
+    """Write numbers and 0-dim tensors to the first elements of a 1-dim buffer.
+
+    `buffer[slot] = value` would copy numbers from the CPU, which synchronises with the GPU.
+    """
     for slot, value in enumerate(values):
         buffer[slot].fill_(value)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of gathered sums and counts: float64, exact for counts below 2**53; MPS has only float32."""
+    """Return the dtype of gathered values: float64, exact for counts below 2**53; MPS supports float32 at most."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one step on the host, the same on all processes."""
+    """The result of a step on the host; it is the same on all processes."""
 
     means: dict[str, float]
-    """`loss` (nats per target token) and the auxiliary metrics of the model, each over the global batch."""
+    """Means over the global batch: `loss`, in nats per target token, and the auxiliary metrics of the model."""
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked to stop, in this step or in an older one that was read in the same call."""
+    """Whether any process asked all to stop, in this step or in an older one that the same call of `read` has read."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
 
 @dataclass
 class _Pending:
-    """A step whose result is not on the host yet."""
+    """A step whose result the host has not read yet."""
 
     completed_steps: int
     rows: Tensor
-    """A row for each process, of dtype `sum_dtype`: number of target tokens of the global batch and gradient norm
-    (both in row 0 only), whether the process asks to stop, then for each micro-batch its loss and the sum and count of
-    each auxiliary metric."""
+    """[processes, columns], dtype `sum_dtype`; see NUM_TARGETS for the columns."""
     all_reduce: "dist.Work | None"
     copied: "torch.Event | None" = None
+    """Recorded after the copy to the host, if that is asynchronous."""
 
 
 class Results:
-    """Sends the results of each step (`send`, `finish`) and reads them later (`read`).
+    """Gathers the results of each step from all processes (`send`, `finish`, `read`).
 
     Attributes:
-        skipped: updates skipped since step 0, and in a row up to the last step read; checkpoints contain both.
+        skipped: (number of updates skipped since step 0, number skipped in a row up to the last step that was read).
+            Checkpoints contain both.
     """
 
     def __init__(
@@ -97,14 +121,15 @@ class Results:
         max_skipped: int = 0,
         run_directory: Path | None = None,
     ):
-        """Start without pending steps and without skipped updates.
+        """Start without pending results and without skipped updates.
 
         Args:
             rank: the data-parallel rank of this process.
-            num_processes: data-parallel processes.
-            device: where the results are summed over the processes.
-            max_skipped: updates that may be skipped in a row because their loss or gradient is not finite.
-            run_directory: for the replay command in NonFiniteError.
+            num_processes: the number of data-parallel processes.
+            device: the device of the model and of the all-reduce.
+            max_skipped: the number of consecutive updates that may be skipped because the loss or the gradient is not
+                finite.
+            run_directory: shown in the replay command of NonFiniteError.
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
         self.max_skipped, self.run_directory = max_skipped, run_directory
@@ -114,10 +139,10 @@ class Results:
         self._newest: Result | None = None
 
     def register_names(self, auxiliary: MetricSums) -> None:
-        """Record the names of the auxiliary metrics that the first forward returned; called by all processes together.
+        """Register the names of the metrics that the first forward returned; called by all processes together.
 
         Raises:
-            RunError: processes have different names, or a name is one that the loop logs itself.
+            RunError: the names differ between processes, or the loop itself logs a metric of that name.
         """
         names = gather_object([list(auxiliary)]) if self.num_processes > 1 else [list(auxiliary)]
         self._names = names[0]
@@ -133,46 +158,50 @@ class Results:
         """Start the all-reduce of a step's losses and metrics; call it before the backward of the last micro-batch.
 
         Args:
-            completed_steps: including this one.
-            outputs: for each local micro-batch the summed loss divided by the number of targets of the global batch,
-                0-dim, and the auxiliary metrics.
+            completed_steps: the number of steps including this one.
+            outputs: for each local micro-batch the loss (0-dim: its sum divided by the number of targets of the global
+                batch) and the auxiliary metrics.
             stop: whether this process asks all processes to stop.
 
         Raises:
             RunError: the names of the auxiliary metrics are not those that were registered.
         """
-        values: list[Tensor | float] = [0, 0, stop]
+        values: list[Tensor | float] = []
         for loss, auxiliary in outputs:
             if list(auxiliary) != self._names:
                 names = f"{self._names} at first and {list(auxiliary)} now"
                 raise RunError(f"the model reported {names}; the names must not change")
             values += [loss, *(value for pair in auxiliary.values() for value in pair)]
-        # Each process fills its own row, so the all-reduce only gathers and rounds nothing; the host adds the values in
-        # the same order on any number of processes.
-        rows = torch.zeros(self.num_processes, len(values), dtype=sum_dtype(self.device), device=self.device)
-        fill_slots(rows[self.rank], values)
-        work = dist.all_reduce(rows, async_op=True) if self.num_processes > 1 else None
-        self._pending.append(_Pending(completed_steps, rows, work))
+        # Each process fills its own row and the others are 0, so the all-reduce gathers the rows without rounding. The
+        # host adds the values, in the same order on any number of processes.
+        shape = self.num_processes, MICRO_BATCHES + len(values)
+        rows = torch.zeros(shape, dtype=sum_dtype(self.device), device=self.device)
+        rows[self.rank, STOP].fill_(stop)
+        fill_slots(rows[self.rank, MICRO_BATCHES:], values)
+        all_reduce = dist.all_reduce(rows, async_op=True) if self.num_processes > 1 else None
+        self._pending.append(_Pending(completed_steps, rows, all_reduce))
 
     @torch.no_grad()
     def finish(self, num_targets: Tensor, grad_norm: Tensor) -> None:
         """Add the global number of targets and the gradient norm, both 0-dim, and start the copy to the host."""
         pending = self._pending[-1]
         if pending.all_reduce is not None:
-            pending.all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
-        fill_slots(pending.rows[0], [num_targets, grad_norm])
+            pending.all_reduce.wait()
+        pending.rows[0, NUM_TARGETS].fill_(num_targets)
+        pending.rows[0, GRAD_NORM].fill_(grad_norm)
         on_cuda = self.device.type == "cuda"
         pending.rows = pending.rows.to("cpu", non_blocking=on_cuda)
         pending.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
     def read(self, wait: bool = False) -> Result | None:
-        """Return the newest result: with `wait` that of the last step, otherwise of the step before; None at first.
+        """Return the newest result, or None if there is none yet.
 
-        If an older result asks to stop, the last step is waited for too, so that all processes stop after it.
+        With `wait`, it is the result of the last step that was sent. Otherwise it is the result of the step before,
+        unless that result asks to stop: then the last one is read too, so that all processes stop after the last step.
 
         Raises:
-            NonFiniteError: on all processes, if the loss or the gradient norm of a step is infinite or NaN; if such
-                updates are skipped, after more than `max_skipped` in a row.
+            NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped` consecutive
+                steps is infinite or NaN.
         """
         stop = False
         while len(self._pending) > 1 or (self._pending and (wait or stop)):
@@ -181,29 +210,31 @@ class Results:
         return self._newest
 
     def _read_oldest(self, stop: bool) -> Result:
+        """Read the oldest pending step, count skipped updates, and raise NonFiniteError if there are too many."""
         pending = self._pending.popleft()
         if pending.copied is not None:
             pending.copied.synchronize()
-        num_targets, grad_norm = pending.rows[0, :2].tolist()
-        stop = stop or bool(pending.rows[:, 2].any())
-        # A line for each micro-batch of the global batch: its loss, then a sum and a count for each name.
-        losses, *columns = pending.rows[:, 3:].reshape(-1, 1 + 2 * len(self._names)).T.tolist()
+        num_targets, grad_norm = pending.rows[0, NUM_TARGETS].item(), pending.rows[0, GRAD_NORM].item()
+        stop = stop or bool(pending.rows[:, STOP].any())
+        # One value per micro-batch of the global batch, in their order, in each of these lists.
+        losses, *metrics = pending.rows[:, MICRO_BATCHES:].reshape(-1, 1 + 2 * len(self._names)).T.tolist()
         loss = exact_sum(losses)
-        sums_and_counts = zip(self._names, columns[::2], columns[1::2], strict=True)
+        sums_and_counts = zip(self._names, metrics[::2], metrics[1::2], strict=True)
+        # A metric "loss" of the model replaces the training objective in `means`, but not in the test below.
         means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
-        # Test the training objective, even if the model reports an auxiliary metric "loss", which is then in `means`.
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         total, in_a_row = self.skipped
-        self.skipped = (total + (not finite), 0 if finite else in_a_row + 1)
-        if self.skipped[1] > self.max_skipped:
-            step, times = pending.completed_steps, self.skipped[1]
-            # If all losses are finite and the gradient is not, any process may be the cause.
+        total, in_a_row = (total, 0) if finite else (total + 1, in_a_row + 1)
+        self.skipped = total, in_a_row
+        if in_a_row > self.max_skipped:
+            step = pending.completed_steps
+            # If all losses are finite but the gradient is not, any process may be the cause.
             suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
             ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
-            in_a_row = f", {times} times in a row" if times > 1 else ""
+            repeated = f", {in_a_row} times in a row" if in_a_row > 1 else ""
             without_targets = "" if num_targets else ", no target token in the global batch"
             raise NonFiniteError(
-                f"step {step}: loss = {loss}, gradient norm = {grad_norm}{in_a_row}{without_targets}, in micro-batches "
+                f"step {step}: loss = {loss}, gradient norm = {grad_norm}{repeated}{without_targets}, in micro-batches "
                 f"of process(es) {ranks}",
                 "; no checkpoint contains this step. To inspect the step: "
                 f"python -m tools.replay {shlex.quote(str(self.run_directory))} {step}",

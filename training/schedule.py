@@ -1,4 +1,7 @@
-"""Scheduled values and due actions as pure functions of the config and the step, so there is no state to save."""
+"""Schedules (learning rate, EMA decay), and when to log, evaluate and save.
+
+All are pure functions of the config and the step, so a checkpoint needs no scheduler state.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,56 +12,60 @@ from config.schema import ScheduleConfig, TrainConfig
 
 
 def lr(peak: float, config: TrainConfig, step: int) -> float:
-    """Return the learning rate of step `step` (from 0), given its peak."""
+    """Return the learning rate of step `step` (from 0); `peak` is optimizer.lr."""
     return peak * lr_scale(config.schedule, step, config.steps)
 
 
 def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
-    """Return the decay of the weights' EMA at step `step` (from 0), at most `largest` (evaluation.ema_decay).
+    """Return the decay of the EMA of the weights at step `step` (from 0); `largest` is evaluation.ema_decay.
 
-    At first it is (1 + step) / (10 + step), the rule of TensorFlow's ExponentialMovingAverage, so that the EMA of a
-    short run forgets the initial weights too.
+    In the first steps it is (1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the EMA
+    forgets the initial weights in a short run too.
     """
     return min(largest, (1 + step) / (10 + step))
 
 
 # To schedule a setting, add its name here: a key of the optimizer's groups (lr, weight_decay, betas, ...), grad_clip or
-# dropout. The function gets the unscheduled value, the config and the step (from 0).
+# dropout. The function takes the configured value, the config and the step (from 0).
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
 
 
 def should_log(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to log training metrics now."""
+    """Return whether to log training metrics after this number of steps."""
     return _is_due(config.tracking.log_every, config, completed_steps)
 
 
 def should_evaluate(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to evaluate now."""
+    """Return whether to evaluate after this number of steps."""
     return _is_due(config.evaluation.every, config, completed_steps)
 
 
 def should_save(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to save a checkpoint now."""
+    """Return whether to save a checkpoint after this number of steps."""
     return _is_due(config.checkpoint.every, config, completed_steps)
 
 
 def should_compare_replicas(config: TrainConfig, completed_steps: int, save_now: bool) -> bool:
-    """Return whether the processes compare their states now: before every save too, unless it is switched off."""
+    """Return whether to compare weights and optimizer state across processes after this number of steps.
+
+    They are also compared before every save, unless check_replicas_every is 0.
+    """
     every = config.check_replicas_every
     return _is_due(every, config, completed_steps) or (save_now and every > 0)
 
 
 def _is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
+    """Return whether an action is due that runs every `every` steps, and after the last step; 0: never."""
     return every > 0 and (completed_steps % every == 0 or completed_steps == config.steps)
 
 
 def scheduled_value(name: str, base: Any, config: TrainConfig, step: int) -> Any:
-    """Return the value of the setting `name` at step `step` (from 0), given the unscheduled one; None stays None."""
+    """Return the value of the setting `name` at step `step` (from 0): `base` if it is None or not in SCHEDULES."""
     return SCHEDULES[name](base, config, step) if name in SCHEDULES and base is not None else base
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (from 0) of `steps` as a fraction of the peak."""
+    """Return the learning rate of step `step` (from 0) of a run of `steps` steps, as a fraction of the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     match config.name:
@@ -77,6 +84,6 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def _decay_progress(decay_steps: int, config: ScheduleConfig, step: int, steps: int) -> float:
-    """Return the completed fraction of a decay over the last `decay_steps`, shortened to begin after the warm-up."""
-    longest = max(1, steps - config.warmup_steps)
-    return max(0.0, 1 - (steps - step) / min(decay_steps, longest))
+    """Return the completed fraction of a decay over the last `decay_steps` steps, or all steps after the warm-up."""
+    steps_after_warmup = max(1, steps - config.warmup_steps)
+    return max(0.0, 1 - (steps - step) / min(decay_steps, steps_after_warmup))

@@ -95,7 +95,7 @@ def test_muon_and_adamw_match_separate_optimizers():
             group["lr"] = muon.lr
         for each in (optimizer, muon, adamw):
             each.step()
-        if step == 2:  # the moments can be loaded into another optimizer
+        if step == 2:  # the state can be loaded into another optimizer
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = build_optimizer(together, CONFIG)
             optimizer.load_state_dict(state)
