@@ -2,7 +2,8 @@
 
 A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, number of
 processes): the learning rate, the global batch and every random draw of step s are functions of (config, s). Its only
-state is the weights, the optimizer's state, the integer s, and how many updates were skipped because of a NaN.
+state is the weights, the optimizer's state (with the EMA of the weights, if there is one), the integer s, and how many
+updates were skipped because of a NaN, in total and in a row.
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -123,7 +124,7 @@ def train(
     ):
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
         warm_up(state, loader.load(start.step)[0])  # without an update: compiles, fixes DDP's bucket order
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the end is evaluated
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # skipped if every >= steps
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial)
@@ -157,8 +158,8 @@ def train(
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= block_statistics.metrics | throughput.measure(completed)
                 if config.max_skipped:
-                    metrics["train/skipped"] = state.results.skipped[0]
-            if eval_now or completed == config.steps:  # the end of a run without evaluations generates texts, too
+                    metrics["train/skipped"] = state.results.skipped.total
+            if eval_now or completed == config.steps:  # texts also at the end of a run without evaluations
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -195,12 +196,13 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
-    # The number of target tokens in the global batch: labels other than -100, from position 1 on (none predicts 0).
+    # The number of target tokens in the global batch: labels other than -100; the label at position 0 is never one.
     num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
     reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
-    scale = loss_scale(accelerator.mixed_precision, step, results.skipped[0])  # keeps fp16 from underflow, otherwise 1
-    averaged_over = 1 if state.reducer else results.num_processes  # DDP and FSDP2 average gradients; we want their sum
+    scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
+    # DDP and FSDP2 average the gradients of the processes, and we want their sum; a reducer sums them.
+    undo_average = 1 if state.reducer else results.num_processes
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
@@ -208,20 +210,20 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
         global_index = results.rank * len(micro_batches) + index
         state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(model):
-            _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)
+            _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
             if reduction and index == 0:
                 reduction.wait()  # with NCCL only the CUDA stream waits, not the host
             loss = loss_sum / num_targets
             outputs.append((loss.detach(), metrics))
             if is_last:  # the all-reduce of the results overlaps the last backward
                 results.send(step + 1, outputs, stop)
-            backward(loss * (scale * averaged_over), model, accelerator)
+            backward(loss * (scale * undo_average), model, accelerator)
         if state.reducer:
             state.reducer.add_micro_batch(len(micro_batches))
     gradients = complete_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
-    # grad_clip is constant unless SCHEDULES has an entry for it; None: no clipping.
+    # grad_clip may be scheduled (training/schedule.py); None disables clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.finish(num_targets, grad_norm)
@@ -236,7 +238,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
-    gradients in the same order.
+    gradients in the same order. Buffers that a fork's forward changes are changed here, too.
     """
     _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)

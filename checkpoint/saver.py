@@ -28,6 +28,7 @@ from data.files import fsync, sha256
 from data.json_objects import finite_or_null
 from distributed.cores import lower_thread_priority
 from distributed.state_hash import state_digest
+from training.results import Skipped
 from training.state import TrainState
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
@@ -191,5 +192,5 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
 
     storage.read(path, state.model, state.optimizer)
     manifest = read_manifest(path)
-    state.results.skipped = manifest.skipped
+    state.results.skipped = Skipped(*manifest.skipped)
     state_digest(state.network, state.optimizer).require_equal(manifest.metrics.get("state/digest"), path)

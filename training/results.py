@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,14 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+class Skipped(NamedTuple):
+    """Numbers of updates that were skipped because their loss or gradient was not finite."""
+
+    total: int = 0
+    in_a_row: int = 0
+    """Up to the last step that was read."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a step on the host; it is the same on all processes."""
@@ -109,8 +118,7 @@ class Results:
     """Gathers the results of each step from all processes (`send`, `finish`, `read`).
 
     Attributes:
-        skipped: (number of updates skipped since step 0, number skipped in a row up to the last step that was read).
-            Checkpoints contain both.
+        skipped: the skipped updates since step 0; checkpoints contain them.
     """
 
     def __init__(
@@ -133,7 +141,7 @@ class Results:
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
         self.max_skipped, self.run_directory = max_skipped, run_directory
-        self.skipped: tuple[int, int] = (0, 0)
+        self.skipped = Skipped()
         self._names: list[str] = []
         self._pending: deque[_Pending] = deque()
         self._newest: Result | None = None
@@ -225,7 +233,7 @@ class Results:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         total, in_a_row = self.skipped
         total, in_a_row = (total, 0) if finite else (total + 1, in_a_row + 1)
-        self.skipped = total, in_a_row
+        self.skipped = Skipped(total, in_a_row)
         if in_a_row > self.max_skipped:
             step = pending.completed_steps
             # If all losses are finite but the gradient is not, any process may be the cause.
