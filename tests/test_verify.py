@@ -41,7 +41,7 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "train.py", "averaged_over = 1 if state.reducer else results.num_processes", "averaged_over = 1",
+        "train.py", "undo_average = 1 if state.reducer else results.num_processes", "undo_average = 1",
         "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * size", "",
