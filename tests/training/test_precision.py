@@ -48,6 +48,7 @@ def test_fp16_trains_skips_and_resumes_bitwise(runs):
     for mine, other in zip(rows, metrics(runs / "fp32" / "run"), strict=True):
         if mine["step"] != 3:
             assert mine["train/loss"] == pytest.approx(other["train/loss"], rel=2e-3)
+            assert mine["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=2e-2), "it is unscaled"
     assert mine["train/loss"] != other["train/loss"], "the run was not in fp16"
 
 
