@@ -67,7 +67,8 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.run_name)
     with run.record_outcome(config):
-        # Everything that can be refused is refused before a process group exists and before anything is written.
+        # What one process can find is refused before a process group exists and before anything is written; the rest is
+        # refused by check_same_settings and run.open.
         check_launch(config)
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
@@ -196,7 +197,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
-    # The number of target tokens in the global batch: labels other than -100; the label at position 0 is never one.
+    # The number of target tokens in the global batch: labels other than -100; the label at position 0 is never a target.
     num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
     reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
@@ -206,7 +207,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        # By the index in the global batch, so that dropout does not depend on the number of processes.
+        # Seed dropout by the index in the global batch, so that it does not depend on the number of processes.
         global_index = results.rank * len(micro_batches) + index
         state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
         with nullcontext() if is_last else accelerator.no_sync(model):

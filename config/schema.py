@@ -38,18 +38,18 @@ class DataConfig:
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Training sequences are drawn
-    in proportion to the weights, exactly in every block of 1,000. The validation set has the same proportions, unless
+    in proportion to the weights, which are rounded to thousandths, in every block of 1,000. The validation set has the same proportions, unless
     evaluation.num_samples is null."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into
     sequences; isolated: the same, but attention does not cross document boundaries and positions restart there;
-    padded: one document per sequence, truncated or padded. For conversations concat means isolated, and each sequence
-    holds as many whole conversations as fit, or one truncated conversation."""
+    padded: one document per sequence, truncated or padded. Conversations: concat is treated as isolated, and each
+    sequence packs as many whole conversations as fit, or one truncated conversation."""
 
     hash: str | None = None
-    """source text: hash of the tokens and the tokenizer, which the corpus must have. null: filled in when the run first
-    starts, so that the run cannot be resumed with another corpus."""
+    """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so that
+    the run cannot be resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
     """sources random and stories: seed of the training and the validation set, independent of the top-level `seed`.

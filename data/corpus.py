@@ -54,7 +54,7 @@ class Corpus:
     """(logits [B, T, V], batch) -> further validation metrics, logged as val/NAME. The logits at position t predict
     label t + 1."""
     end_of_text: int | None = None
-    """Id of the token between texts, from which texts are generated; None: the tokenizer's <|endoftext|>."""
+    """Id of the token that separates texts, from which generation starts; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None
     """Generated text -> a remark that is logged with it: whether it is valid, and its log-probability."""
     conversations: str = ""

@@ -18,7 +18,7 @@ import numpy as np
 from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
 
-MIX_BLOCK = 1000  # samples; a mixture has its exact proportions in each block
+MIX_BLOCK = 1000  # samples; each block of a mixture has exactly `quotas` samples of its corpora
 POSITIONS_AT_ONCE = 256  # computed together and cached
 FEISTEL_ROUNDS = 8  # 4 suffice in theory (Luby and Rackoff 1988), but small corpora, with few bits, need more
 
@@ -89,7 +89,7 @@ class GlobalBatches(BatchSizes):
         It is a contiguous slice of the global batch. The slices of all processes, joined in the order of their ranks,
         are the same global batch for any number of processes.
         """
-        # Compute several steps at once: `at` takes 0.2 ms (1 ms for a mixture) for 256 positions as well as for 16.
+        # Compute several steps at once: `at` takes 0.2 ms (1 ms for a mixture), for 16 or for 256 positions.
         num_steps = max(1, POSITIONS_AT_ONCE // (self.global_batch_size // num_processes))
         first_step = step - step % num_steps
         cache_key = first_step, rank, num_processes

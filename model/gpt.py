@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2, Qwen3, or a combination of their and other published parts (see GPTConfig).
+"""A decoder-only transformer: GPT-2, Qwen3, or a combination of parts of published models (see GPTConfig).
 
 Suffixes name the shape of a tensor: B sequences in the batch, T positions, C d_model, H query heads, K key and value
 heads, D size of a head, V size of the vocabulary, S keys (the cached positions and T new ones).
@@ -213,7 +213,7 @@ class GPTModel(GenerativeModel):
         position_ids: Tensor | None = None,
         cache: list[KVCache] | None = None,
     ) -> Output:
-        """Compute logits and loss. The arguments are named as in transformers.
+        """Compute logits and loss. The arguments are named as in transformers, except `cache`.
 
         Args:
             input_ids: tokens, int64 [B, T].
@@ -238,7 +238,7 @@ class GPTModel(GenerativeModel):
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, self.config.head_size)
-        # By window: layers with the same window share a mask.
+        # `masks` is keyed by window; layers with the same window share a mask.
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
         rope = None

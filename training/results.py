@@ -85,7 +85,7 @@ class Skipped(NamedTuple):
 
     total: int = 0
     in_a_row: int = 0
-    """Up to the last step that was read."""
+    """Length of the current streak, as of the last step that was read."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all to stop, in this step or in an older one that the same call of `read` has read."""
+    """Whether any process asked all to stop, in this step or in an earlier one that the same call of `read` has read."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
