@@ -197,7 +197,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
-    # The number of target tokens in the global batch: labels other than -100; the label at position 0 is never a target.
+    # The number of target tokens in the global batch: labels other than -100, but never the label at position 0.
     num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
     reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None

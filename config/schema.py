@@ -38,8 +38,8 @@ class DataConfig:
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Training sequences are drawn
-    in proportion to the weights, which are rounded to thousandths, in every block of 1,000. The validation set has the same proportions, unless
-    evaluation.num_samples is null."""
+    in proportion to the weights, which are rounded to thousandths, in every block of 1,000. The validation set has the
+    same proportions, unless evaluation.num_samples is null."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into
@@ -48,8 +48,8 @@ class DataConfig:
     sequence packs as many whole conversations as fit, or one truncated conversation."""
 
     hash: str | None = None
-    """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so that
-    the run cannot be resumed with another corpus."""
+    """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so
+    that the run cannot be resumed with another corpus."""
 
     seed: NonNegativeInt | None = None
     """sources random and stories: seed of the training and the validation set, independent of the top-level `seed`.

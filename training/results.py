@@ -97,7 +97,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all to stop, in this step or in an earlier one that the same call of `read` has read."""
+    """Whether any process asked all to stop, in this step or in an earlier one that the same `read` has read."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 

@@ -65,7 +65,7 @@ def shortened(command, out_dir):
 
 def marked(command):
     """Mark commands that start real launchers, other than `make train`, as slow."""
-    slow = "torchrun" in command or "multi_gpu" in command or command == "make verify"
+    slow = any(word in command for word in ("torchrun", "multi_gpu", "fineweb", "make verify"))
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
 
 
