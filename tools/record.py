@@ -84,7 +84,9 @@ def write(records: dict[str, dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 if the digest of seed 1 is that of the record, otherwise 1; with --measure, always 0."""
     records = yaml.safe_load(RECORDS.read_text()) or {}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tools.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help=f"one of {', '.join(records)}")
     parser.add_argument("--measure", type=int, metavar="SEEDS", help="train this many seeds and write the record")
     parser.add_argument("--config", help="with --measure; default: configs/NAME.yaml")

@@ -139,7 +139,7 @@ def main(out_dir: str, verify_steps: str, base: str, settings: list[str]) -> Non
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Kill, resume and verify a fork.", allow_abbrev=False)
+    parser = argparse.ArgumentParser("tools.trial", description="Kill, resume and verify a fork.", allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
     parser.add_argument("--base", default="HEAD", help="the commit to compare the defaults with; default: HEAD")
     own, settings = parser.parse_known_args()

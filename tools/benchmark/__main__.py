@@ -41,7 +41,9 @@ def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
 
 def main() -> int:
     """Parse the command line, measure and print; return 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
