@@ -52,9 +52,8 @@ MUTATIONS = {
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(num_cached, seq_len, device", "torch.arange(seq_len - num_cached, device",
         "generation with a cache = without"),
-    "other_scores_in_one_of_the_attentions": (
-        "model/attention.py", "is_causal=causal,", "is_causal=causal, scale=0.1,",
-        "generation with a cache = without"),
+    "other_scores": (
+        "model/attention.py", "is_causal=causal,", "is_causal=causal, scale=0.1,", "logits = transformers' gpt2"),
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
     "sign_of_the_gradient_of_an_input": (
