@@ -57,7 +57,9 @@ from training.throughput import Throughput, peak_flops
 
 
 def main(config: TrainConfig) -> None:
-    """Train until step `config.steps`, from the newest valid checkpoint of the run, or from `config.branch_from`.
+    """Train until step `config.steps`.
+
+    Start from the newest valid checkpoint of the run, else from `config.branch_from`, else from step 0.
 
     Raises:
         ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
@@ -67,8 +69,8 @@ def main(config: TrainConfig) -> None:
     """
     run = RunDirectory(config.out_dir, config.run_name)
     with run.record_outcome(config):
-        # What one process can find is refused before a process group exists and before anything is written; the rest is
-        # refused by check_same_settings and run.open.
+        # Each process first refuses the errors that it can find alone, before a process group exists.
+        # check_same_settings and run.open refuse the rest.
         check_launch(config)
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
@@ -142,8 +144,8 @@ def train(
             with block_statistics.record(log_now):
                 train_step(state, step, micro_batches, stop=stop_signal.received or saver.failed)
 
-            # Without `wait` this is the result of the step before, because reading that of this step would make the
-            # host wait for the device. All processes read it at the same point, so they stop after the same step.
+            # Without `wait`, `read` returns the previous step's result: reading that of this step would make the host
+            # wait for the device. All processes read it at the same point, so they stop after the same step.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps

@@ -37,9 +37,9 @@ class DataConfig:
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Training sequences are drawn
-    in proportion to the weights, which are rounded to thousandths, in every block of 1,000. The validation set has the
-    same proportions, unless evaluation.num_samples is null."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Weights are rounded to
+    thousandths; every block of 1,000 training sequences has exactly these proportions. The validation set has the same
+    proportions, unless evaluation.num_samples is null."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into
@@ -308,7 +308,7 @@ class TrainConfig:
     be resumed with other initial weights."""
 
     exact: bool = False
-    """Train to bitwise the same weights on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of
+    """Train bitwise identical weights on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of
     by DDP, all algorithms are deterministic, and on the CPU each process uses one thread."""
 
     compile: bool = False

@@ -204,8 +204,8 @@ class Results:
     def read(self, wait: bool = False) -> Result | None:
         """Return the newest result, or None if there is none yet.
 
-        With `wait`, it is the result of the last step that was sent. Otherwise it is the result of the step before,
-        unless that result asks to stop: then the last one is read too, so that all processes stop after the last step.
+        With `wait`, it is the result of the current step. Otherwise it is the result of the previous step; if that
+        asks to stop, the current step is read too, so that all processes stop after it.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped` consecutive
