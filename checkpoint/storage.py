@@ -57,9 +57,9 @@ def state_tensors(
 
 def require_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError with every entry of the optimizer's state that is not a tensor."""
-    names: dict[torch.Tensor, str] = {
+    names: dict[torch.Tensor, str] = {  # without DDP's prefix
         parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()
-    }  # DDP's prefix
+    }
     found: dict[str, list[str]] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
