@@ -182,6 +182,7 @@ class ChunkedLoss(torch.autograd.Function):
                         grad_weight.addmm_(grad_logits.t(), hidden)
                     else:
                         grad_weight += loss.linear(grad_logits.t(), hidden.t())
+                del logits, grad_logits  # before those of the next chunk are made
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VC.dtype
         return total, metrics
