@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,7 +97,8 @@ def test_failed_variant_ends_alone(monkeypatch):
     def build(config, tokens, scale, out_of_memory=False, steps=1000):
         if out_of_memory:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return torch.nn.Linear(1, 1), None, partial(next, iter([torch.zeros(())] * steps))
+        losses = iter([0.0] * steps)
+        return torch.nn.Linear(1, 1), None, lambda wait: next(losses)
 
     monkeypatch.setattr(gpu, "build_ours", build)
     monkeypatch.setattr(gpu.Variant, "profile_kernels", lambda self: {})
