@@ -38,8 +38,8 @@ class DataConfig:
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Weights are rounded to
-    thousandths; every block of 1,000 training sequences has exactly these proportions. The validation set has the same
-    proportions, unless evaluation.num_samples is null."""
+    thousandths; every block of 1,000 training sequences has exactly these proportions. The validation set is the
+    largest one in the same proportions, up to evaluation.num_samples; if that is null, it is all validation splits."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into

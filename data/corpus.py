@@ -1,6 +1,6 @@
 """Training and validation sets. See docs/forking.md to add a source."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -132,16 +132,6 @@ def load_corpus(config: TrainConfig) -> Corpus:
             raise unhandled_choice("data.source", other)
 
 
-def _validation_sizes(config: TrainConfig, quotas: list[int]) -> Sequence[int | None]:
-    """Return the number of validation sequences of each corpus; None: the whole validation split."""
-    if config.evaluation.num_samples is None:
-        return [None] * len(quotas)
-    try:
-        return apportion(config.evaluation.num_samples, quotas)
-    except ValueError as error:
-        raise ConfigError(f"evaluation.num_samples: {error} of data.mix; raise it, or set it to null for all") from None
-
-
 def _load_text(config: TrainConfig) -> Corpus:
     from data.text import MixedDataset, TextCorpus, TextDataset  # imports pyarrow
 
@@ -160,16 +150,20 @@ def _load_text(config: TrainConfig) -> Corpus:
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
 
-    def load_split(split: str, sizes: Sequence[int | None]) -> TextDataset | MixedDataset:
-        datasets = [
-            TextDataset(corpus, split, config.seq_len, packing, size)
-            for corpus, size in zip(corpora, sizes, strict=True)
-        ]
+    def load_split(split: str, num_samples: int | None) -> TextDataset | MixedDataset:
+        datasets = [TextDataset(corpus, split, config.seq_len, packing) for corpus in corpora]
+        if num_samples is not None:
+            if num_samples < len(datasets):
+                problem = f"evaluation.num_samples: {num_samples} is fewer than the {len(datasets)} corpora of data.mix"
+                raise ConfigError(f"{problem}; raise it, or set it to null for all")
+            sizes = apportion(num_samples, quotas, [len(dataset) for dataset in datasets])
+            for dataset, size in zip(datasets, sizes, strict=True):
+                dataset.num_samples = size
         return MixedDataset(datasets) if data.mix else datasets[0]
 
-    train, validation = load_split("train", [None] * len(corpora)), None
+    train, validation = load_split("train", None), None
     if config.evaluation.every:
-        validation = load_split("validation", _validation_sizes(config, quotas))
+        validation = load_split("validation", config.evaluation.num_samples)
     return Corpus(
         train,
         validation,

@@ -157,14 +157,19 @@ def mix_quotas(weights: list[float]) -> list[int]:
     return np.diff(ends, prepend=0).tolist()
 
 
-def apportion(number: int, quotas: list[int]) -> list[int]:
-    """Divide `number` samples among corpora in proportion to their quotas, at least one to each (largest remainders).
+def apportion(number: int, quotas: list[int], sizes: list[int]) -> list[int]:
+    """Return the samples of each corpus in the largest set, at most `number`, that is in proportion to the quotas.
 
-    Raises:
-        ValueError: there are fewer samples than corpora.
+    Args:
+        number: at least one for each corpus.
+        quotas: of each corpus.
+        sizes: samples that each corpus has. A corpus smaller than its part makes the whole set smaller.
+
+    Returns:
+        Counts in proportion to the quotas, rounded by largest remainders, but at least 1.
     """
-    if number < len(quotas):
-        raise ValueError(f"{number} is fewer than the {len(quotas)} corpora")
+    largest = min(size * sum(quotas) // quota for size, quota in zip(sizes, quotas, strict=True))
+    number = max(min(number, largest), len(quotas))
     counts, remainders = np.divmod(np.array(quotas) * number, sum(quotas))
     counts[np.argsort(-remainders, kind="stable")[: number - counts.sum()]] += 1
     for empty in np.flatnonzero(counts == 0):

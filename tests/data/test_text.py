@@ -205,14 +205,33 @@ def test_load_corpus_of_mixture(folder):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_apportion_distributes_all_validation_samples(seed):
+def test_apportion_keeps_proportions_in_largest_set(seed):
     generator = random.Random(seed)
     quotas = mix_quotas([generator.uniform(0.02, 1) for _ in range(generator.randrange(1, 9))])
     number = generator.randrange(len(quotas), 200)
-    counts = apportion(number, quotas)
-    assert sum(counts) == number and min(counts) >= 1
-    exact = [number * quota / MIX_BLOCK for quota in quotas]
-    assert min(exact) < 1 or all(abs(count - quota) < 1 for count, quota in zip(counts, exact, strict=True))
+    sizes = [generator.randrange(1, 200) for _ in quotas]
+    counts = apportion(number, quotas, sizes)
+    assert min(counts) >= 1 and all(count <= size for count, size in zip(counts, sizes, strict=True))
+    exact = [sum(counts) * quota / MIX_BLOCK for quota in quotas]
+    assert min(exact) < 1 or all(abs(count - part) < 1 for count, part in zip(counts, exact, strict=True))
+    too_many = [(sum(counts) + 1) * quota / MIX_BLOCK for quota in quotas]
+    assert sum(counts) == number or any(part > size for part, size in zip(too_many, sizes, strict=True))
+    assert sum(apportion(number, quotas, [number] * len(quotas))) == number
+
+
+def test_small_validation_split_keeps_proportions(folder):
+    """A corpus with fewer validation sequences than its part makes the part of the others smaller."""
+    sizes = [len(open_split(folder / name, "validation")) for name in "ab"]
+
+    def size_and_proportions(*weights):
+        mix = json.dumps({str(folder / name): weight for name, weight in zip("ab", weights, strict=True)})
+        corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 10**6))
+        counts = [len(part) for part in corpus.validation.datasets]
+        return sum(counts), abs(counts[0] - sum(counts) * weights[0] / sum(weights)) < 1
+
+    assert sizes[0] < 3 * sizes[1] and sizes[1] < 3 * sizes[0], "the corpus of weight 3 is the short one"
+    assert size_and_proportions(1, 3) == (sizes[1] * 4 // 3, True)
+    assert size_and_proportions(3, 1) == (sizes[0] * 4 // 3, True)
 
 
 # Document boundaries
