@@ -61,6 +61,8 @@ def get_family(config: GPTConfig) -> str:
         misfits["gpt2"].append(f"model.head_dim is {config.head_size}, not model.d_model / model.n_heads")
     if any(config.windows):
         misfits["gpt2"].append(f"model.window is {config.window}, not None")
+    if 1 in config.windows:  # transformers' cache keeps the last `window - 1` keys by a slice [-0:], which is all
+        misfits["qwen3"].append("model.window is 1, which transformers ignores when it generates; train with 2 or more")
     for family, reasons in misfits.items():
         if not reasons:
             return family

@@ -188,8 +188,10 @@ def model_card(
     if tokenizer is not None:
         lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
     directory, manifest = sources[0]
-    numbers = [f"| {name} | {value:.6g} |" for name, value in manifest.metrics.items() if isinstance(value, float)]
-    if numbers:
+    measured = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
+    if uses_ema(loaded.config, "evaluated") and weights == "trained":  # evaluations measured the EMA
+        measured = {name: value for name, value in measured.items() if not name.startswith(("val/", "generation/"))}
+    if numbers := [f"| {name} | {value:.6g} |" for name, value in measured.items()]:
         note = " (of the newest checkpoint)" if len(sources) > 1 else ""
         lines.append("\n".join([f"## Metrics at step {manifest.step}{note}\n", "| | |", "|---|---|", *numbers, ""]))
     lines.append(f"## Data\n\n{describe_data(loaded)}\n")

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -219,6 +219,21 @@ def test_greedy_generation_equals_transformers(name):
     ended = reference.generate(prompt, eos_token_id=eos, pad_token_id=eos, **settings)
     assert torch.equal(model.generate(prompt, max_new_tokens=10, temperature=0, eos_token_id=eos), ended)
     assert not torch.equal(ended, free)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_cached_generation_of_small_windows_equals_transformers_or_is_refused(window):
+    config = replace(CONFIGS["qwen3-windows"], window=window)
+    model = make_model(config).eval()
+    if window == 1:
+        with pytest.raises(ValueError, match="qwen3: model.window is 1, .*; train with 2 or more"):
+            to_transformers(model)
+        assert to_transformers(make_model(replace(config, n_layers=1))), "its only layer has no window"
+        return
+    prompt = make_batch(config, "none")[0][:, :4]
+    settings = dict(do_sample=False, max_new_tokens=10, attention_mask=torch.ones_like(prompt), pad_token_id=0)
+    ours = model.generate(prompt, max_new_tokens=10, temperature=0)
+    assert torch.equal(ours, to_transformers(model).generate(prompt, **settings))
 
 
 def test_to_transformers_names_settings_outside_each_family():

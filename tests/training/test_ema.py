@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from run import export
 from run.load import load_run
+from run.settings import ExportConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
 
@@ -47,6 +49,18 @@ def test_load_run_returns_the_ema_weights(step, averaged):
     for name, weight in found.state_dict().items():
         torch.testing.assert_close(weight, by_hand[name].float(), rtol=1e-5, atol=1e-7)
         assert torch.equal(trained.state_dict()[name], tensors(averaged, step)[f"model.{name}"])
+
+
+def test_model_card_shows_only_metrics_of_the_exported_weights(averaged, tmp_path):
+    """val/loss is of the EMA, so the card of the trained weights does not have it."""
+    cards = {}
+    for weights in ("evaluated", "trained"):
+        export.main(ExportConfig(str(averaged), str(tmp_path / weights), weights=weights))
+        cards[weights] = (tmp_path / weights / "README.md").read_text()
+    last = metrics(averaged)[-1]
+    for name in ("val/loss", "val/excess_loss", "val/perplexity"):
+        assert f"| {name} | {last[name]:.6g} |" in cards["evaluated"] and f"| {name} |" not in cards["trained"]
+    assert all(f"| train/loss | {last['train/loss']:.6g} |" in card for card in cards.values())
 
 
 def test_ema_does_not_change_training(averaged, plain):
