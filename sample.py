@@ -19,7 +19,7 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from cli.output import escape_controls
-from config.errors import ConfigError
+from config.errors import ConfigError, RunError
 from data.chat import Message
 from data.chat_template import ChatTemplate
 from data.synthetic.stories import get_story_generator
@@ -157,13 +157,17 @@ def generate_sample(
     for token in tokens:  # so that generated tokens are decoded in their context
         decoder.step(tokenizer.backend_tokenizer, token)
     tokens_1T = torch.tensor([tokens], device=device)
-    for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
-        ids.append(int(next_11.item()))
-        if ids[-1] in ends:
-            break
-        if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
-            pieces.append(piece)
-            print(escape_controls(piece), end="", flush=True)
+    try:
+        for next_11 in model.stream(tokens_1T, config.max_new_tokens, generator=generator, **settings):
+            ids.append(int(next_11.item()))
+            if ids[-1] in ends:
+                break
+            if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
+                pieces.append(piece)
+                print(escape_controls(piece), end="", flush=True)
+    except FloatingPointError as error:
+        print()
+        raise RunError(f"run: {config.run!r}: {error}; try an earlier --checkpoint, saved before it diverged") from None
     text = "".join(pieces)
     print()
     if loaded.config is not None and (data := loaded.config.data).source == "stories":

@@ -28,6 +28,8 @@ def sample_tokens(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
     """Sample the next token of each row, int64 [B, 1]; see GenerativeModel.stream."""
+    if not logits_BV.amax(dim=-1).isfinite().all():  # multinomial would fail, on a GPU without a message
+        raise FloatingPointError("the logits are NaN or infinite")
     if temperature < 1e-30:  # greedy: dividing by a smaller number would give infinite logits
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
@@ -78,6 +80,7 @@ class GenerativeModel(nn.Module):
 
         Raises:
             ValueError: the model is in training mode, or a setting is out of range.
+            FloatingPointError: the logits are NaN or infinite.
         """
         if self.training:
             raise ValueError("generate() would sample with dropout: call model.eval() first")

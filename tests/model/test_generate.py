@@ -118,3 +118,12 @@ def test_generate_refuses_training_mode_and_invalid_settings():
     for setting, value in (("top_p", 0), ("top_p", 1.1), ("top_k", 0)):
         with pytest.raises(ValueError, match=f"{setting} is {value}"):
             make_model().eval().generate(make_tokens(), 1, **{setting: value})
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf])
+def test_generate_refuses_logits_that_are_not_finite(weight, temperature):
+    model = make_model().eval()
+    model.final_norm.weight.data.fill_(weight)
+    with pytest.raises(FloatingPointError, match="the logits are NaN or infinite"):
+        model.generate(make_tokens(), 1, temperature)

@@ -485,6 +485,16 @@ def test_prompts_with_closed_stdin(chat, monkeypatch):
     assert list(sample.prompts(None, chat)) == ([] if chat else [""])
 
 
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_sample_reports_a_diverged_model(temperature, tmp_path):
+    """The probabilities of its tokens are NaN."""
+    words = "--name run --steps 2 --optimizer.lr 1e30 --on_nonfinite skip --evaluation.every 0".split()
+    train(*TINY_STORIES, *words, "--out_dir", tmp_path)
+    failed = train(tmp_path / "run", "--temperature", temperature, script="sample.py", exit_code=1)
+    assert "Traceback" not in failed.stderr
+    assert f"error: run: '{tmp_path}/run': the logits are NaN or infinite; try an earlier" in failed.stderr
+
+
 def test_sample_script_parses_settings(run):
     assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2
 
