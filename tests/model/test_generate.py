@@ -122,7 +122,7 @@ def test_generate_refuses_training_mode_and_invalid_settings():
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf])
-def test_generate_refuses_logits_that_are_not_finite(weight, temperature):
+def test_generate_refuses_infinite_and_nan_logits(weight, temperature):
     model = make_model().eval()
     model.final_norm.weight.data.fill_(weight)
     with pytest.raises(FloatingPointError, match="the logits are NaN or infinite"):

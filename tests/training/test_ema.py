@@ -51,7 +51,7 @@ def test_load_run_returns_the_ema_weights(step, averaged):
         assert torch.equal(trained.state_dict()[name], tensors(averaged, step)[f"model.{name}"])
 
 
-def test_model_card_shows_only_metrics_of_the_exported_weights(averaged, tmp_path):
+def test_card_shows_metrics_of_exported_weights(averaged, tmp_path):
     """val/loss is of the EMA, so the card of the trained weights does not have it."""
     cards = {}
     for weights in ("evaluated", "trained"):
