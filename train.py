@@ -104,8 +104,8 @@ def train(
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     state = build_state(config, run, accelerator, initial_model)
-    if start.checkpoint:
-        load_checkpoint(start.checkpoint, state)
+    if start.checkpoint and start.manifest:
+        load_checkpoint(start.checkpoint, start.manifest, state)
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
     global_batches = corpus.global_batches(config)  # the order of the data: global batch s is a function of (config, s)
     loader = BatchLoader(

@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: sizes and checksums of all files, the step, the settings, and a digest of itself.
+"""The manifest of a checkpoint: sizes and checksums of all files, the step and the settings.
 
 A directory without a valid manifest is not a checkpoint. Its files are safetensors and JSON: reading them runs no code.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -12,8 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from config.schema import CheckpointConfig, flat_settings
 from data.files import sha256, write_atomically
@@ -55,13 +52,10 @@ class Manifest:
     threads: int | None
     """CPU threads of each process, which determine the order of sums; None on a GPU."""
     provenance: dict[str, Any]
-    tokenizer: dict[str, str] | None
-    """SHA-256 of each file in the run's `tokenizer` folder; None if there is none."""
 
     def write(self, directory: Path) -> None:
-        """Write manifest.json into the directory, with a digest of its content."""
-        facts = {"format": FORMAT, **asdict(self)}
-        write_atomically(directory / MANIFEST, json.dumps(facts | {"digest": _digest(facts)}, indent=2))
+        """Write manifest.json into the directory."""
+        write_atomically(directory / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=2))
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
@@ -75,19 +69,11 @@ def read_manifest(path: Path) -> Manifest:
         if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
             raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
         facts = parse_object((path / MANIFEST).read_bytes())
-        digest = facts.pop("digest", None)
         if facts.get("format") != FORMAT:
             raise ValueError(f"format {facts.get('format')!r} instead of {FORMAT}")
-        if digest != _digest(facts):
-            raise ValueError("its content does not match its digest")
         manifest = from_json(facts, Manifest, "manifest")
         if path.name.startswith("step-") and path.name != step_directory(path, manifest.step).name:
             raise ValueError(f"it is for step {manifest.step}")
-        if not manifest.files:
-            raise ValueError("it names no files")
-        for name in manifest.files:
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"it names {name!r}, which is not a safetensors file beside it")
     except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{path}: no valid {MANIFEST}: {error}") from None
     return manifest
@@ -97,19 +83,15 @@ def validate(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path` and check every byte of its files; raise InvalidCheckpoint."""
     manifest = read_manifest(path)
     try:
-        if unlisted := {found.name for found in path.glob("*.safetensors")} - manifest.files.keys():
-            raise InvalidCheckpoint(f"{path}: {MANIFEST} does not list {sorted(unlisted)}")
         for name, expected in manifest.files.items():
             file = path / name
-            if file.is_symlink() or not file.is_file():
+            if not file.is_file():
                 raise InvalidCheckpoint(f"{file}: missing")
             if file.stat().st_size != expected.bytes:
                 raise InvalidCheckpoint(f"{file}: {file.stat().st_size} bytes instead of {expected.bytes}")
             if sha256(file) != expected.sha256:
                 raise InvalidCheckpoint(f"{file}: the content does not match its checksum")
-            with safe_open(file, "np"):  # parses the header, which must describe the file exactly
-                pass
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise InvalidCheckpoint(f"{path}: {error}") from None
     return manifest
 
@@ -175,9 +157,4 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
         # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
         renamed = path.with_name(f".deleting-{path.name}")
         os.rename(path, renamed)
-        shutil.rmtree(renamed)
-
-
-def _digest(facts: dict[str, Any]) -> str:
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+        shutil.rmtree(renamed, ignore_errors=True)  # what is left is removed by the next save

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, rotate, step_directory
+from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import launch_facts, provenance
-from checkpoint.tokenizer_files import expected_hashes, hash_files
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.files import fsync, sha256
@@ -51,9 +50,6 @@ class Saver(AbstractContextManager):
         self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
         self.facts = {"config": asdict(config), "provenance": provenance(), **launch_facts(accelerator)}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
-        if self.rank == 0:
-            run = checkpoints.parent
-            self.facts["tokenizer"] = expected_hashes(run) or hash_files(run / "tokenizer") or None
         # A separate process group, always gloo, keeps the thread's collectives apart from those of training.
         self.group: dist.ProcessGroup | None = None
         if dist.is_initialized():  # also with one process, under a launcher
@@ -132,7 +128,7 @@ class Saver(AbstractContextManager):
             with self._all_succeed(final):
                 if self.rank == 0:
                     for leftover in self.checkpoints.glob(".*step-*"):  # left by a process that was killed
-                        shutil.rmtree(leftover)
+                        shutil.rmtree(leftover, ignore_errors=True)  # macOS puts files here, too: ._step-00000001
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
                     if free_bytes < num_bytes:
@@ -183,14 +179,13 @@ class Saver(AbstractContextManager):
         return gathered
 
 
-def load_checkpoint(path: Path, state: TrainState) -> None:
-    """Load a valid checkpoint into the state; called by all processes together.
+def load_checkpoint(path: Path, manifest: Manifest, state: TrainState) -> None:
+    """Load a valid checkpoint, whose manifest was read before, into the state; called by all processes together.
 
     Raise RunError if the loaded weights and optimizer state have another digest than the manifest records.
     """
     from checkpoint import storage  # slow to import, and not needed without a checkpoint
 
     storage.read(path, state.model, state.optimizer)
-    manifest = read_manifest(path)
     state.results.skipped = Skipped(*manifest.skipped)
     state_digest(state.network, state.optimizer).require_equal(manifest.metrics.get("state/digest"), path)

@@ -48,32 +48,16 @@ def state_tensors(
     without state takes a step to create it, unless `with_moments` is False. Raise ConfigError if `optimizer.state`
     has a value other than tensors.
     """
-    require_tensors(model, optimizer)
+    lost = {name for state in optimizer.state.values() for name, value in state.items() if not torch.is_tensor(value)}
+    if lost:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} keeps {', '.join(f'state[{name!r}]' for name in sorted(lost))} as "
+            "numbers or objects; checkpoints contain only tensors, so a resumed run would lose this; use torch.tensor"
+        )
     weights, moments = get_state_dict(model, optimizer if with_moments else (), options=FLATTENED)
     state = {f"model.{name}": value for name, value in weights.items()}
     state |= {f"optimizer.{name}": value for name, value in moments.items()}
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def require_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError with every entry of the optimizer's state that is not a tensor."""
-    names: dict[torch.Tensor, str] = {  # without DDP's prefix
-        parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()
-    }
-    found: dict[str, list[str]] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if not torch.is_tensor(value):
-                found.setdefault(key, []).append(f"{value!s:.40} ({type(value).__name__}) of {names[parameter]}")
-    if found:
-        entries = "; ".join(
-            f"state[{key!r}] = {first}" + (f" and those of {len(others)} other parameters" if others else "")
-            for key, (first, *others) in found.items()
-        )
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} keeps {entries}; checkpoints contain only tensors, so a resumed "
-            "run would lose this; use torch.tensor(...)"
-        )
 
 
 def copy_to_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,6 +108,9 @@ def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """
     try:
         reader = HuggingFaceStorageReader(str(directory))
+        # The reader opens every file that it lists; macOS puts a file ._NAME beside each file on a network disk.
+        shards = [str(file) for file in directory.iterdir() if file.name.startswith("shard-")]
+        reader.fs.ls = lambda path: shards
         stored = reader.read_metadata().state_dict_metadata
         # A run whose updates were all skipped has no optimizer state, and must not create any.
         tensors = state_tensors(model, optimizer, any(name.startswith("optimizer.") for name in stored))

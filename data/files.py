@@ -30,7 +30,7 @@ def write_atomically(path: Path, content: str | bytes, several_writers: bool = F
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file.fileno())
     os.replace(temporary, path)
     fsync(path.parent)
 
@@ -82,12 +82,21 @@ def fsync(path: Path) -> None:
     """Flush a file, or the names in a folder if the file system can, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        flush_to_disk(descriptor)
     except OSError as error:
         if error.errno not in NOT_SUPPORTED or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
+
+
+def flush_to_disk(descriptor: int) -> None:
+    """Flush an open file, so that it survives a power failure; on macOS os.fsync does not flush the drive's cache."""
+    if full_fsync := getattr(fcntl, "F_FULLFSYNC", None):
+        with suppress(OSError):  # a file system without it, such as one on a network
+            fcntl.fcntl(descriptor, full_fsync)
+            return
+    os.fsync(descriptor)
 
 
 def copy_folder_permissions(path: Path) -> None:

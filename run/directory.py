@@ -14,11 +14,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
-from checkpoint.tokenizer_files import keep_tokenizer
 from config.errors import ConfigError, RunError
 from config.resolve import with_stored_model
 from config.schema import TrainConfig
-from data.files import move_aside, write_atomically
+from data.files import copy_folder, move_aside, write_atomically
 from distributed.collectives import broadcast_from_main
 from distributed.signals import Preempted
 from distributed.world import is_main_process
@@ -135,9 +134,11 @@ class RunDirectory:
 
             corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
             facts["validation_text"] = hash_validation_text(corpora)
-            # The tokenizers of a mixture are equal, but one may lack a chat template.
-            with_template = [corpus for corpus in corpora if (corpus / "tokenizer" / "chat_template.jinja").exists()]
-            keep_tokenizer((with_template or corpora)[0], self.path)
+            if not (self.path / "tokenizer").exists():  # a copy, so that the model can be used without the corpus
+                # The tokenizers of a mixture are equal, but one may lack a chat template.
+                tokenizers = [corpus / "tokenizer" for corpus in corpora]
+                with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
+                copy_folder((with_template or tokenizers)[0], self.path / "tokenizer")
         self._record_session(start, facts | {"config": settings_to_store(config)})
         self.record_progress(start.step)
         return start

@@ -91,7 +91,7 @@ def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Wei
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict(), uses_ema(config, weights))
-    return LoadedModel(config, model, load_run_tokenizer(directory, config, manifest.tokenizer))
+    return LoadedModel(config, model, load_run_tokenizer(directory, config))
 
 
 def uses_ema(config: TrainConfig, weights: Weights) -> bool:

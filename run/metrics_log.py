@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.files import write_atomically
+from data.files import flush_to_disk, write_atomically
 from data.json_objects import parse_object
 
 TAIL_BYTES = 2**16  # longer than almost any row
@@ -70,7 +70,7 @@ class RowWriter:
         self._path.stat()
         with self._lock:
             self._write()
-        os.fsync(self._descriptor)
+        flush_to_disk(self._descriptor)
 
     def close(self) -> None:
         """Close the file; rows that are still unwritten are lost."""

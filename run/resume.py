@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,17 @@ class StartingPoint:
     """The state that a session starts from: step 0, or a checkpoint."""
 
     checkpoint: Path | None = None
-    step: int = 0
-    """Completed steps."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """Metrics of `step`."""
+    manifest: Manifest | None = None
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self.manifest.step if self.manifest else 0
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of `step`."""
+        return self.manifest.metrics if self.manifest else {}
 
 
 def starts_afresh(config: TrainConfig) -> bool:
@@ -164,7 +171,7 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
     if changed := compare_summation_order(trained_with, facts, config.exact):
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
-    return StartingPoint(path, manifest.step, manifest.metrics)
+    return StartingPoint(path, manifest)
 
 
 def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:

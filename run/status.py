@@ -1,12 +1,11 @@
 """status.json: the state of a run, for programs that decide whether to restart it."""
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.files import write_atomically
+from data.files import flush_to_disk, write_atomically
 from data.json_objects import from_json, parse_object
 
 MAX_REASON_CHARACTERS = 1000  # so that the file fits into one block of the disk, see write_status
@@ -43,7 +42,7 @@ def write_status(path: Path, status: Status) -> None:
             with open(path, "rb+", buffering=0) as file:
                 file.write(text.encode())
                 file.truncate()
-                os.fsync(file.fileno())
+                flush_to_disk(file.fileno())
     except OSError as error:
         if path.parent.is_dir():
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)

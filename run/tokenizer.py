@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint.tokenizer_files import changed_files
 from config.errors import ConfigError
 from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 
-def load_run_tokenizer(
-    directory: Path, config: TrainConfig, expected: dict[str, str] | None
-) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of a checkpoint's run, or if that is gone or damaged, of its corpus; None for random tokens.
+def load_run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a checkpoint's run, or if it cannot be read, of its corpus; None for random tokens.
 
-    `expected` is the SHA-256 of each file of the tokenizer. Raise ConfigError if neither can be used.
+    Raise ConfigError if neither can be used.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
@@ -44,9 +41,6 @@ def load_run_tokenizer(
     places = directory.resolve().parent.parent / "tokenizer", Path(config.data.corpora[0]).expanduser() / "tokenizer"
     problems = []
     for place in filter(Path.exists, places):
-        if expected and (changed := changed_files(place, expected)):
-            problems.append(f"{place} is not the tokenizer of this run ({changed})")
-            continue
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # tokenizers raises nothing more specific
@@ -56,7 +50,7 @@ def load_run_tokenizer(
             print(f"Tokenizer skipped: {problem}", file=sys.stderr)
         return tokenizer
     if problems:
-        remedy = "when restarted, the run restores its tokenizer from the corpus"
+        remedy = f"copy that of its corpus to {places[0]}"
         raise ConfigError("\n  ".join([f"{directory} has no usable tokenizer; {remedy}", *problems]))
     raise ConfigError(f"the tokenizer of {directory} is neither in {places[0]} nor in {places[1]}")
 

@@ -2,20 +2,17 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from importlib import import_module
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import patch_environment
 
-from checkpoint.identity import ROOT, SUMMATION_ORDER, training_sources
+from checkpoint.identity import ROOT, SUMMATION_ORDER
 from checkpoint.provenance import provenance
 from config.errors import ConfigError, unhandled_choice
 from config.schema import TrainConfig
@@ -236,17 +233,6 @@ class WandbRun(TrackerRun):
 
         self._submit(log)
 
-    def _log_code(self, run) -> None:
-        """Log the sources that train, and the uncommitted changes of all sessions."""
-        with TemporaryDirectory() as folder:
-            for file in training_sources():  # log_code itself would walk all data and runs
-                copy = Path(folder, file.relative_to(ROOT))
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, copy)
-            run.log_code(folder)
-        for changes in self.directory.glob("code-*.diff"):
-            run.save(shutil.copy(changes, run.dir), base_path=run.dir, policy="now", glob=False)
-
     def _start(self, step: int) -> None:
         import wandb
 
@@ -280,6 +266,4 @@ class WandbRun(TrackerRun):
         # W&B's own step cannot decrease, so it would drop the points of steps that are trained again after a resume.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        if run.settings.save_code is not False:  # WANDB_DISABLE_CODE
-            self._log_code(run)
         self.run = run

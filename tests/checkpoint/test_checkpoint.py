@@ -1,16 +1,13 @@
 """Damaged checkpoints are skipped by name, none is visible half-written, and rotation keeps the right ones."""
 
 import errno
-import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ from checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
     newest_valid,
-    read_manifest,
     rotate,
     step_directory,
     validate,
@@ -92,25 +88,6 @@ def remove_the_manifest(checkpoint):
     (checkpoint / MANIFEST).unlink()
 
 
-def plant_a_shard(checkpoint):
-    shutil.copy(next(checkpoint.glob("*.safetensors")), checkpoint / "shard-00002-model-00001-of-00001.safetensors")
-
-
-def name_files(checkpoint, rename):
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"] = {new: facts for name, facts in manifest["files"].items() for new in rename(name)}
-    manifest["digest"] = manifest_digest(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-
-
-def point_outside(checkpoint):
-    name_files(checkpoint, lambda name: [f"../{checkpoint.name}/{name}"])
-
-
-def point_to_nothing(checkpoint):
-    name_files(checkpoint, lambda name: [])
-
-
 DAMAGES = [
     (flip_a_bit, "checksum"),
     (truncate, "bytes instead of"),
@@ -119,9 +96,6 @@ DAMAGES = [
     (make_the_manifest_a_list, "a list instead of a JSON object"),
     (nest_the_manifest, "nested too deeply"),
     (remove_the_manifest, "manifest"),
-    (plant_a_shard, "shard-00002"),
-    (point_outside, "../step-00000004"),
-    (point_to_nothing, "names no files"),
 ]
 
 
@@ -145,6 +119,16 @@ def test_resume_uses_newest_valid_checkpoint(run, finished):
     assert "step-00000004" in done.stdout and "step-00000003" in done.stdout and "resumed at step 2" in done.stdout
     assert_same_run(run, finished, STEPS)
     assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_files_of_macos_beside_checkpoints_are_ignored(run, finished):
+    """On a network disk macOS puts a file ._NAME beside each file and folder."""
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    for path in [*run.rglob("*"), *(run / "checkpoints" / name for name in (".writing-step-3", ".deleting-step-3"))]:
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    done = train(*SHORT, "--out_dir", run.parent, "--name", "run")
+    assert "resumed at step 3" in done.stdout and "skipped" not in done.stdout
+    assert_same_run(run, finished, STEPS)
 
 
 def test_resume_refuses_deleted_checkpoints_each_time(run):
@@ -212,7 +196,7 @@ def write_checkpoint(directory, step, loss=None, num_samples=500):
     file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
     metrics = {} if loss is None else {"val/loss": loss}
     config = {"evaluation": {"num_samples": num_samples}}
-    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}, 1, 1, 1, {}, None).write(path)
+    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}, 1, 1, 1, {}).write(path)
     return path
 
 
@@ -369,44 +353,16 @@ def test_steps_above_hundred_million_are_ordered(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-100000000"]
 
 
-def test_manifest_digest_detects_any_changed_byte(tmp_path):
-    """Each byte is changed in turn: the checkpoint is either unchanged in content or skipped by name.
-
-    Rotation, as after a save of a healthy run, works in both cases.
-    """
-    older, newest = write_checkpoint(tmp_path, 4, 1.5), write_checkpoint(tmp_path, 5, 2.5)
-    manifest, before = newest / MANIFEST, validate(newest)
-    content = manifest.read_bytes()
-    for position in range(len(content)):
-        damaged = bytearray(content)
-        damaged[position] ^= (1, 2, 32)[position % 3]
-        manifest.write_bytes(damaged)
-        path, found, rejected = newest_valid(tmp_path)
-        if path == newest:
-            assert found == before and not rejected, f"byte {position} changes what is resumed"
-        else:
-            assert path == older and len(rejected) == 1 and str(newest) in rejected[0]
-        rotate(tmp_path, 5, CheckpointConfig(keep=2))
-    assert remaining_steps(tmp_path) == [4, 5]
-
-
-@pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision", "digest"])
+@pytest.mark.parametrize("missing", ["step", "skipped", "metrics", "config", "files", "mixed_precision"])
 def test_manifest_with_missing_key_is_invalid(missing, tmp_path):
     older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 5)
     facts = {key: value for key, value in json.loads((older / MANIFEST).read_text()).items() if key != missing}
-    facts |= {} if missing == "digest" else {"digest": manifest_digest(facts)}
     (older / MANIFEST).write_text(json.dumps(facts))
     with pytest.raises(InvalidCheckpoint, match="step-00000004"):
         validate(older)
     rotate(tmp_path, 5, CheckpointConfig(keep=1))
     assert remaining_steps(tmp_path) == [4, 5], "damaged checkpoints are kept for inspection"
     assert newest_valid(tmp_path)[0] == newest
-
-
-def manifest_digest(facts):
-    """Compute the digest by the format's definition: SHA-256 of the manifest without it, keys sorted, no whitespace."""
-    facts = {key: value for key, value in facts.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def test_manifest_step_must_match_directory(tmp_path):
@@ -426,18 +382,6 @@ def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint.manifest.sha256", broken)
     path, _, rejected = newest_valid(tmp_path)
     assert path == older and "Input/output error" in rejected[0] and "step-00000005" in rejected[0]
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", pickle.dumps([1])], ids=repr
-)
-def test_invalid_safetensors_header_is_refused(content, tmp_path):
-    checkpoint = write_checkpoint(tmp_path, 4)
-    file = checkpoint / "a.safetensors"
-    file.write_bytes(content)
-    replace(read_manifest(checkpoint), files={file.name: File(len(content), sha256(file))}).write(checkpoint)
-    with pytest.raises(InvalidCheckpoint, match="step-00000004"):
-        validate(checkpoint)
 
 
 def test_resume_refuses_settings_that_change_trajectory(run):

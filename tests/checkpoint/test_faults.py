@@ -198,8 +198,8 @@ def test_hostile_checkpoint_runs_no_code(runs, undisturbed, tmp_path):
     victim.write_bytes(payload)
     manifest = read_manifest(newest)
     replace(manifest, files=manifest.files | {victim.name: File(len(payload), sha256(victim))}).write(newest)
-    done = train(*TINY, "--out_dir", runs)
-    assert f"Checkpoint skipped: {newest}" in done.stdout and not marker.exists()
+    done = train(*TINY, "--out_dir", runs, exit_code=2)
+    assert f"{newest} cannot be read: SafetensorError" in done.stderr and not marker.exists()
     pickle.loads(payload)
     assert marker.exists(), "the payload works"
 

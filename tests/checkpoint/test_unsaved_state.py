@@ -25,8 +25,7 @@ def test_save_refuses_numbers_in_optimizer_state(processes, runs):
     done = run("number", runs, processes=processes)
     assert done.returncode == (1 if processes else 2), done.stdout + done.stderr
     assert done.stderr.count("error:") == 1
-    assert "state['step'] = 1 (int) of token_embedding.weight and those of " in done.stderr
-    assert "state['last'] = 0.5 (float) of token_embedding.weight and those of " in done.stderr
+    assert "optimizer: CountingSGD keeps state['last'], state['step'] as numbers or objects" in done.stderr
     assert not list((runs / "run" / "checkpoints").glob("step-*"))
 
 

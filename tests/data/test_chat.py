@@ -629,13 +629,17 @@ def test_run_keeps_tokenizer_without_corpus(runs, folder):
     assert not list((runs / "run").glob("*.tmp"))
 
 
-def test_load_run_falls_back_to_corpus_tokenizer(runs, folder, tmp_path):
+def test_load_run_falls_back_to_corpus_tokenizer(runs, folder, tmp_path, capsys):
     run = shutil.copytree(runs / "run", tmp_path / "run")
     shutil.rmtree(run / "tokenizer")
     with pytest.raises(ConfigError, match="is neither in .*run/tokenizer nor in .*corpus/tokenizer"):
         load_run(run)
     shutil.copytree(folder / "chatml", runs / "corpus")
     assert load_run(run).tokenizer.chat_template == CHATML
+    (run / "tokenizer").mkdir()
+    (run / "tokenizer" / "tokenizer.json").write_text("{")  # damaged
+    assert load_run(run).tokenizer.chat_template == CHATML
+    assert f"Tokenizer skipped: {run / 'tokenizer'} cannot be read: " in capsys.readouterr().err
     shutil.rmtree(runs / "corpus")
 
 

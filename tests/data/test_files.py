@@ -80,6 +80,22 @@ def test_other_file_system_errors_are_raised(tmp_path, monkeypatch, code):
         files.fsync(tmp_path / "file")
 
 
+@pytest.mark.parametrize("supported", [True, False])
+def test_fsync_flushes_the_drive_on_macos(supported, tmp_path, monkeypatch):
+    calls = []
+
+    def fcntl(descriptor, command):
+        calls.append(command)
+        if not supported:
+            raise OSError(errno.ENOTSUP, "a network disk")
+
+    monkeypatch.setattr(files.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(files.fcntl, "fcntl", fcntl)
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: calls.append("fsync"))
+    files.write_atomically(tmp_path / "file", "x")
+    assert calls == 2 * ([51] if supported else [51, "fsync"]), "of the file and of its folder"
+
+
 def test_training_without_file_locks(tmp_path):
     arguments = [*TINY_STORIES, "--steps", "2", "--out_dir", str(tmp_path), "--name", "run", "--stop_after", "1"]
     code = f"{NO_LOCKS}{NO_FSYNC_OF_FOLDERS}import sys, runpy; sys.argv[0] = 'train.py'\n"

@@ -126,7 +126,7 @@ def test_resume_refuses_changed_scheduled_values(monkeypatch):
     with pytest.raises(
         ConfigError, match="make the weight_decay of step 1 of this run 0.4375, but it was 0.375; extend"
     ):
-        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}, None))
+        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}))
 
 
 def test_data_path_may_change_with_equal_hash():
@@ -229,7 +229,7 @@ def test_resume_refuses_changed_learning_rates(run):
 def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
     """Comparing them would take time proportional to the completed steps."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
-    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {}, None)
+    manifest = Manifest(2**39, (0, 0), {}, asdict(config), "no", {}, 1, 1, 1, {})
     monkeypatch.delattr(resume, "scheduled_value")
     resume.check_resume(config, ROOT, manifest)
 

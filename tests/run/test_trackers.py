@@ -88,7 +88,6 @@ def rewound(tmp_path_factory):
     run = runs / "a run"
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     shutil.rmtree(run / "checkpoints" / "step-00000003")
-    (run / "code-01234567.diff").write_text("changes of an earlier start")
     done = train_offline(*SHORT, *arguments)
     assert "resumed at step 2" in done.stdout
     return run, done.stdout
@@ -129,7 +128,7 @@ def test_generations_table_resumes_after_rewind(rewound):
     assert tables[0]["data"] == tables[-1]["data"][:2]
 
 
-def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
+def test_wandb_logs_export(rewound):
     run, _ = rewound
     *_, model = (artifact for artifact in select_records(wandb_files(run), "artifact") if artifact.type == "model")
     files = {entry.path: entry for entry in model.manifest.contents}
@@ -140,23 +139,13 @@ def test_wandb_logs_export_code_and_uncommitted_changes(rewound):
     metadata = json.loads(model.metadata)
     assert model.name == "a_run" and metadata["step"] == STEPS and metadata["torch"]
     assert metrics(run)[-1].items() <= metadata.items(), "metrics belong to the exported weights"
-    for file in wandb_files(run):
-        (code,) = (artifact for artifact in select_records([file], "artifact") if artifact.type == "code")
-        digests = {entry.path: entry.digest for entry in code.manifest.contents}
-        for name in ("train.py", "model/gpt.py", "run/reporting.py"):
-            assert digests[name] == md5_in_base64(ROOT / name)
-        assert not any("site-packages" in path or path.startswith(".") for path in digests)
-    changes = {path.name: path.read_bytes() for path in run.glob("code-*.diff")}
-    assert {path.name: path.read_bytes() for path in (file.parent / "files").glob("code-*.diff")} == changes
-    *_, uploads = (record for record in select_records([file], "files") if "code-" in str(record))
-    assert changes.keys() >= {entry.path for entry in uploads.files} and "code-01234567.diff" in changes
 
 
 def test_wandb_artifacts_are_inside_run_directory(rewound):
     """A run copied with its directory can be uploaded elsewhere, below the same path."""
     run, _ = rewound
     artifacts = select_records(wandb_files(run), "artifact")
-    assert {artifact.type for artifact in artifacts} == {"code", "run_table", "model"}
+    assert {artifact.type for artifact in artifacts} == {"run_table", "model"}
     for entry in (entry for artifact in artifacts for entry in artifact.manifest.contents):
         assert Path(entry.local_path).is_relative_to(run.resolve()) and Path(entry.local_path).exists()
 

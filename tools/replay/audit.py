@@ -20,7 +20,6 @@ from checkpoint.manifest import (
     validate,
 )
 from checkpoint.provenance import network_size
-from checkpoint.tokenizer_files import changed_files
 from checkpoint.unshard import whole_tensors
 from config.errors import ConfigError, RunError
 from distributed.collectives import broadcast_from_main
@@ -165,8 +164,6 @@ def checkpoint_problem(run: RecordedRun, checkpoint: Path, manifest: Manifest) -
         return str(invalid)
     if lines := differing_settings(complete_settings(manifest.config), run.config):
         return f"its settings differ from config.yaml: {lines[0]}"
-    if changed := manifest.tokenizer and changed_files(run.path / "tokenizer", manifest.tokenizer):
-        return f"{run.path / 'tokenizer'} is not the tokenizer of this run ({changed})"
     row = run.rows.get(manifest.step, {})
     for name in sorted((manifest.metrics.keys() | row.keys()) - {"step"}):
         logged, saved = row.get(name, MISSING), manifest.metrics.get(name, MISSING)
