@@ -210,16 +210,15 @@ class EvaluationConfig:
 class TrackingConfig:
     """Trackers of metrics, in addition to metrics.jsonl."""
 
-    tracker: Literal["wandb", "tensorboard", "trackio"] = "wandb"
-    """wandb (Weights & Biases): metrics, generations and code; tensorboard (in the run directory) and trackio: metrics
-    and generations; install the package with pip."""
+    tracker: Literal["wandb", "tensorboard"] = "wandb"
+    """wandb (Weights & Biases), or tensorboard, which is in the run directory: pip install tensorboard."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Mode of tracker wandb. disabled: no tracker; offline: write to the run directory, without an account, for a later
     `wandb sync`; online: upload."""
 
     project: str = "mini-gpt"
-    """The run's project in W&B or Trackio."""
+    """The run's project in W&B."""
 
     group: str | None = None
     """The run's group in W&B; tools.sweep sets it to the name of the sweep."""

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from run.load import load_run
-from run.metrics_log import read_rows
 from tests.conftest import ROOT, TINY_STORIES, commands, environment, python, shell, train
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 from tests.test_export import FAMILIES, every_family
@@ -160,25 +159,6 @@ def test_tensorboard_shows_a_run(folder):
         assert "val/loss" in known["board/tensorboard"]
 
 
-def test_trackio_keeps_and_shows_a_run(folder, environment_with):
-    programs, kept = environment_with("trackio"), str(folder / "trackio")
-    words = [*TINY_STORIES, "--tracking.tracker", "trackio", "--out_dir", folder / "runs", "--name", "tracked"]
-    command = [programs / "python", "train.py", *words, "--evaluation.num_logged_generations", "1"]
-    done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "has failed" not in done.stdout, done.stdout + done.stderr
-    get = [programs / "trackio", *"get metric --project mini-gpt --run tracked --metric val/loss --json".split()]
-    shown_json = subprocess.run(
-        get, env=environment(TRACKIO_DIR=kept), capture_output=True, text=True, check=True
-    ).stdout
-    logged = read_rows(folder / "runs" / "tracked" / "metrics.jsonl")
-    rows = [(row["step"], row["val/loss"]) for row in logged if "val/loss" in row]
-    assert [(row["step"], row["value"]) for row in json.loads(shown_json)["values"]] == rows and rows
-    with serving(shown("trackio"), programs, folder, TRACKIO_DIR=kept) as address:
-        assert "<html" in answer(address)
-
-
 ADAPTER = """
 import sys, torch
 from peft import LoraConfig, get_peft_model
@@ -295,4 +275,4 @@ def test_notebook_runs_and_fails_with_its_training(environment_with, tmp_path):
 
 def test_commands_of_other_programs_are_found():
     assert [command.split()[0].split("/")[-1] for command in HARNESS] == ["python", "python3", "pip", "lm_eval"]
-    assert shown("tensorboard") == "tensorboard --logdir runs" and shown("trackio").startswith("trackio show")
+    assert shown("tensorboard") == "tensorboard --logdir runs"

@@ -11,11 +11,10 @@ import yaml
 
 from config.errors import ConfigError
 from config.parser import parse_config
-from config.schema import CheckpointConfig, DataConfig, OptimizerConfig, ScheduleConfig, TrackingConfig, TrainConfig
+from config.schema import CheckpointConfig, DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from data.corpus import load_corpus
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel, make_norm
-from run import trackers
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from training.optimizer import build_optimizer
 from training.schedule import lr_scale
@@ -255,7 +254,6 @@ CHOICES = {
     "data.source": lambda: load_corpus(TrainConfig(data=DataConfig(source="new"))),
     "schedule.name": lambda: lr_scale(ScheduleConfig(name="new"), 0, 10),
     "optimizer.name": lambda: build_optimizer(GPTModel(GPTConfig(8)), OptimizerConfig(name="new")),
-    "tracking.tracker": lambda: trackers.check(TrainConfig(tracking=TrackingConfig(tracker="new"))),
     "on_nonfinite": lambda: TrainConfig(on_nonfinite="new").max_skipped,
     "checkpoint.on_failure": lambda: CheckpointConfig(on_failure="new").stops_on_failure,
     "model.norm": lambda: make_norm(GPTConfig(8, norm="new")),

@@ -82,9 +82,6 @@ ROWS = {
     "W&B off by its mode": Row(
         {"WANDB_MODE": "disabled"}, words=["train.py", *W_AND_B], expected=["environment variable WANDB_MODE=disabled"]
     ),
-    "W&B off by the older switch": Row(
-        {"WANDB_DISABLED": "true"}, words=["train.py", *W_AND_B], expected=["environment variable WANDB_DISABLED=true"]
-    ),
     "W&B that needs an account, off": Row(
         {"WANDB_MODE": "disabled", "WANDB_API_KEY": "", "HOME": "/nonexistent"},
         words=["train.py", *ONE_STEP, "--tracking.wandb", "online"],

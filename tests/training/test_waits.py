@@ -75,7 +75,7 @@ import time
 class Settings:
     def __init__(self, **_): pass
 class init:
-    def __init__(self, **_): self.settings = type("settings", (), {"save_code": False})
+    def __init__(self, **_): pass
     def define_metric(self, *_, **__): pass
     def log(self, _): pass
     def finish(self, exit_code): time.sleep(600)
