@@ -34,7 +34,6 @@ from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
 from model.gpt import GPTModel
-from model.seeds import derive_seed
 from run import trackers
 from run.directory import RunDirectory
 from run.load import LoadedModel, copy_initial_weights
@@ -209,9 +208,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        # Seed dropout by the index in the global batch, so that it does not depend on the number of processes.
-        global_index = results.rank * len(micro_batches) + index
-        state.seed_generators(derive_seed(config.seed, "dropout", step, global_index))
+        state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
             _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
             if reduction and index == 0:

@@ -1,6 +1,6 @@
 """Facts that make runs with equal settings different: the mixed precision of the launch and the code that trains.
 
-Every session writes them into sessions.jsonl and its checkpoints. Resuming, auditing and comparing runs read them.
+Every session writes them into sessions.jsonl and its checkpoints. Resuming, replaying and comparing runs read them.
 """
 
 from collections.abc import Mapping

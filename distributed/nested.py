@@ -1,4 +1,4 @@
-"""Training as part of other work (an audit, a plan, verify.py). All processes call these functions together."""
+"""Training as part of other work (tools.plan, verify.py). All processes call these functions together."""
 
 import io
 import signal

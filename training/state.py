@@ -9,6 +9,7 @@ from torch import nn
 
 from config.schema import TrainConfig
 from model.gpt import GPTModel
+from model.seeds import derive_seed
 from training.gradients import trainable_parameters
 from training.results import Results
 
@@ -38,11 +39,14 @@ class TrainState:
     def __post_init__(self) -> None:
         self.parameters = trainable_parameters(self.network)
 
-    def seed_generators(self, seed: int) -> None:
-        """Seed the random generators of the CPU and of this process's device.
+    def seed_micro_batch(self, step: int, index: int, num_micro_batches: int) -> None:
+        """Seed dropout for the local micro-batch `index` of `step` (from 0).
 
-        torch.manual_seed would also record a stack trace for each kind of device that is not in use, which is slow.
+        The seed depends on the index in the global batch, and so not on the number of processes.
         """
+        global_index = self.results.rank * num_micro_batches + index
+        seed = derive_seed(self.config.seed, "dropout", step, global_index)
+        # torch.manual_seed would also record a stack trace for each kind of device that is not in use, which is slow.
         torch.default_generator.manual_seed(seed)
         if (device := self.accelerator.device).type != "cpu":
             torch.get_device_module(device).manual_seed(seed)

@@ -60,7 +60,7 @@ def shortened(command, out_dir):
         command += SMALL_GPT2 if "train.py" in command else " --validation hash:0.1"
     if "train.py" in command:
         command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
-    return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2 --arithmetic false")
+    return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2")
 
 
 def marked(command):
@@ -78,7 +78,7 @@ def test_command_of_first_pages(command, out_dir):
         processes = 1 if command.startswith("python") else 2
         assert f"processes: {processes} x" in done.stdout
     if "tools.replay" in command:
-        assert done.stdout.count("reproduced bitwise (1 digest(s))") == 2, "replay must be launched like the run"
+        assert "reproduced bitwise (2 digest(s))" in done.stdout, "replay must be launched like the run"
     if command == "make verify":
         assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
     if command == "make train":

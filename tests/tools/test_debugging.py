@@ -34,8 +34,7 @@ def test_debugging_page_finds_the_offending_sequence(tmp_path):
     failed = shell(f"! {train}", cwd=tmp_path)
     assert " ".join(message.split()) in " ".join(failed.stderr.split())
     found = shell(replay, cwd=tmp_path).stdout
-    assert re.search(r"highest loss:\n  sample 38: .* of this sequence alone inf; '<\|endoftext\|>a<", found)
-    assert [line.split(":")[0] for line in shown.splitlines()[:4]] == [
-        line.split(":")[0] for line in found[found.index("sequences of") :].splitlines()[:4]
+    assert shown.splitlines()[:2] == found[found.index("sequences of") :].splitlines()[:2]
+    assert [line.split(":")[0] for line in shown.splitlines()] == [
+        line.split(":")[0] for line in found[found.index("sequences of") :].splitlines()
     ]
-    assert len(re.findall(r"^ +(?:fp32|bf16).* 5\.3\d+", found, re.MULTILINE)) >= 2

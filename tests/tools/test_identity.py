@@ -10,9 +10,9 @@ from tests.conftest import TINY_STORIES, python, train
 @pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
 def test_replay_reports_other_code(code, run):  # noqa: F811
     under_code(run, code)
-    shown = python(f"python -m tools.replay {run} --audit 1").stdout
-    assert shown.count(f"Other code: {run} was trained by 0123456789ab") == (code is not None)
-    assert "bitwise identical" in shown
+    shown = python(f"python -m tools.replay {run} 1").stdout
+    assert shown.count(f"; code 0123456789ab in the run, {code_hash()} here") == (code is not None)
+    assert "reproduced bitwise" in shown
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ RUN_MODULE = "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 @pytest.mark.parametrize(
     "words",
     [
-        ["tools.replay", "RUN", "--audit", "1"],
+        ["tools.replay", "RUN", "1"],
         ["tools.compare", "RUN", "--out", "PLACE/compare"],
         ["tools.plot", "RUN"],
     ],
@@ -57,7 +57,7 @@ def test_full_stdout_fails_compare(finished):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
-@pytest.mark.parametrize("command", ["tools.replay RUN --audit 1", "tools.replay RUN 2", "tools.compare RUN"])
+@pytest.mark.parametrize("command", ["tools.replay RUN 2", "tools.compare RUN"])
 def test_unreadable_run_file_is_one_message(command, name, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     (run / name).unlink()

@@ -1,0 +1,213 @@
+"""Retrain one step of a run and show the loss of each of its sequences: python -m tools.replay RUN STEP.
+
+The run is retrained from the newest checkpoint before the step, by the code of train.py, and each `state/digest` on the
+way is compared with the logged one. Nothing is written. docs/debugging.md finds the cause of a NaN with it.
+"""
+
+from dataclasses import dataclass
+
+from model.field_types import PositiveInt
+
+
+@dataclass
+class ReplayConfig:
+    """Retrains one step of a run and shows the loss of each of its sequences."""
+
+    run: str
+    """The run directory."""
+
+    step: PositiveInt
+    """The step to retrain, from 1; also one that the run did not complete because of a NaN."""
+
+    num_sequences: PositiveInt = 8
+    """Number of sequences to show, those with the highest losses first."""
+
+
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
+
+    run_and_exit("tools.replay", ReplayConfig)
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from checkpoint.identity import FACTS, SUMMATION_ORDER
+from checkpoint.manifest import InvalidCheckpoint, Manifest, validate
+from checkpoint.provenance import launch_facts, provenance
+from checkpoint.saver import load_checkpoint
+from config.errors import ConfigError
+from config.paths import expand_user_path
+from config.resolve import replace_settings
+from data.corpus import Corpus
+from data.loader import Batch, BatchLoader
+from distributed.launch import start_accelerator
+from distributed.launch_checks import check_launch
+from distributed.state_hash import state_digest
+from run.directory import RunDirectory
+from run.reader import RunReader, Session
+from run.resolve import resolve
+from run.stored_settings import config_of
+from train import build_state, train_step, warm_up
+from training.optimizer import apply_schedules
+from training.results import NonFiniteError
+from training.state import TrainState
+
+MAX_TEXT_LENGTH = 120  # characters of a sequence
+RELATIVE_TOLERANCE = 1e-3  # of a loss that was computed with other rounding
+
+
+def main(config: ReplayConfig) -> None:
+    """Replay the step; under a launcher all processes train together, and the main one prints.
+
+    Raises:
+        ConfigError: there is no such run or step, or it cannot be retrained here.
+        RunError: the loss of an earlier step is not finite.
+    """
+    run = RunReader(expand_user_path("run", config.run))
+    state, corpus, first = restore(run, config.step)
+    accelerator, settings = state.accelerator, state.config
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    global_batches = corpus.global_batches(settings)
+    loader = BatchLoader(
+        corpus.train, global_batches, settings.micro_batch_size, accelerator.device, rank, num_processes
+    )
+    warm_up(state, loader.load(first)[0])
+    logged, rows, losses = {row["step"]: row for row in run.metrics()}, [], []
+    for step in range(first, config.step):
+        micro_batches, is_last = loader.load(step), step + 1 == config.step
+        if is_last:
+            losses = gather_object(sequence_losses(state, step, micro_batches))
+        try:
+            train_step(state, step, micro_batches)
+            result = state.results.read(wait=True)
+        except NonFiniteError as error:
+            if not is_last:
+                raise
+            accelerator.print(error.cause)
+            break
+        assert result is not None, "read with wait"
+        digest, loss = str(state_digest(state.network, state.optimizer)), result.means["loss"]
+        rows.append((logged.get(step + 1, {}), {"state/digest": digest, "train/loss": loss}))
+        if is_last:
+            accelerator.print(f"step {step + 1}: loss = {loss:.6g}, gradient norm = {result.grad_norm:.6g}")
+    accelerator.print(describe_outcome(rows))
+    if accelerator.is_main_process:
+        print_sequences(losses, global_batches.indices(config.step - 1), corpus, config)
+
+
+def restore(run: RunReader, step: int) -> tuple[TrainState, Corpus, int]:
+    """Build the state of a run from its newest checkpoint before `step`; return it, the corpus and its step."""
+    session = session_of(run, step)
+    config = config_of(session.config or run.settings)
+    if step > config.steps:
+        raise ConfigError(f"step: {step} is beyond the {config.steps} steps of {run.path}")
+    checkpoint = checkpoint_before(run, step, config.branch_from)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = session.mixed_precision or "no"
+    check_launch(config)
+    changes = {"branch_from": None, "init_from": None if checkpoint else config.init_from}
+    resolved, corpus, initial = resolve(replace_settings(config, changes))
+    accelerator = start_accelerator(resolved)
+    if session.threads and accelerator.num_processes == 1:
+        torch.set_num_threads(session.threads)
+    directory = RunDirectory(str(run.path.parent), run.path.name)
+    state = build_state(resolved, directory, accelerator, initial)
+    first, source = 0, "the initial weights"
+    if checkpoint:
+        path, manifest = checkpoint
+        load_checkpoint(path, manifest, state)
+        first, source = manifest.step, str(path)
+    differences = describe_differences(session, accelerator)
+    accelerator.print(f"steps {first + 1} to {step}, retrained from {source}{differences}")
+    return state, corpus, first
+
+
+def session_of(run: RunReader, step: int) -> Session:
+    """Return the session that computed `step`: the last one that started before it."""
+    return next((session for session in reversed(run.sessions()) if session.step < step), Session(0))
+
+
+def checkpoint_before(run: RunReader, step: int, branch_from: str | None) -> tuple[Path, Manifest] | None:
+    """Return the newest valid checkpoint before `step`, of the run or the one that it branched from.
+
+    Return None if the run must be retrained from its initial weights.
+    """
+    for path, manifest in run.manifests().items():
+        with suppress(InvalidCheckpoint):
+            if manifest.step < step:
+                return path, validate(path)
+    if branch_from is None:
+        return None
+    try:
+        if (manifest := validate(Path(branch_from))).step < step:
+            return Path(branch_from), manifest
+    except InvalidCheckpoint as invalid:
+        raise ConfigError(f"branch_from: {invalid}; no checkpoint before step {step} is left") from None
+    raise ConfigError(f"step: {step} is not a step of {run.path}, but of the run that it branched from: {branch_from}")
+
+
+def describe_differences(session: Session, accelerator: Accelerator) -> str:
+    """Describe what differs between the launch and code of a session and those of this process; "" if nothing."""
+    then, now = vars(session), launch_facts(accelerator) | provenance()
+    names = [name for name in (*FACTS, *SUMMATION_ORDER, "torch") if None not in (then[name], now[name])]
+    differences = [f"{name} {then[name]} in the run, {now[name]} here" for name in names if then[name] != now[name]]
+    if session.processes and (session.threads is None) != (now["threads"] is None):  # recorded only on a CPU
+        differences.append("a CPU in the run, a GPU here" if session.threads else "a GPU in the run, a CPU here")
+    return f"; {', '.join(differences)}" if differences else ""
+
+
+@torch.no_grad()
+def sequence_losses(state: TrainState, step: int, micro_batches: list[Batch]) -> list[float]:
+    """Return the training objective of each local sequence of `step` (from 0), divided by its number of targets.
+
+    In each forward only one sequence of a micro-batch has targets. So every one has the shapes, the dropout and the
+    precision of the training step, whatever its loss is made of.
+    """
+    apply_schedules(state.optimizer, state.network, state.config, step)  # a fork may schedule dropout
+    losses: list[Tensor] = []
+    for index, batch in enumerate(micro_batches):
+        for row, targets in enumerate(batch["labels"]):
+            labels = torch.full_like(batch["labels"], -100)
+            labels[row] = targets
+            state.seed_micro_batch(step, index, len(micro_batches))
+            _, loss_sum, _ = state.model(**{**batch, "labels": labels}, num_items_in_batch=1.0)
+            losses.append(loss_sum / (targets[1:] != -100).sum().clamp(min=1))
+    return torch.stack(losses).tolist()
+
+
+def describe_outcome(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """Compare logged rows with those of the retrained steps, which have a digest and a loss."""
+    digests = [logged["state/digest"] == row["state/digest"] for logged, row in rows if "state/digest" in logged]
+    if not digests:
+        return "the run logged no digest to compare with"
+    if all(digests):
+        return f"reproduced bitwise ({len(digests)} digest(s))"
+    losses = [(logged["train/loss"], row["train/loss"]) for logged, row in rows if logged.get("train/loss") is not None]
+    for then, now in losses:
+        if not math.isclose(then, now, rel_tol=RELATIVE_TOLERANCE):
+            return f"NOT reproduced: train/loss was {then:.6g} in the run and is {now:.6g} here"
+    return (
+        f"reproduced up to rounding: {len(losses)} loss(es) within {RELATIVE_TOLERANCE:.1%}; digests differ because of "
+        "a difference named above, another kind of processor, or a GPU without exact"
+    )
+
+
+def print_sequences(losses: list[float], indices: list[int], corpus: Corpus, config: ReplayConfig) -> None:
+    """Print the sequences of the step: index in the training set, loss and text, the highest loss first."""
+    order = sorted(zip(losses, indices, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
+    not_finite = sum(not math.isfinite(loss) for loss in losses)
+    print(f"sequences of step {config.step}: {len(order)}, {not_finite} of them not finite; highest losses first:")
+    for loss, index in order[: config.num_sequences]:
+        sample = corpus.train[index]
+        targets = (sample["labels"] != -100).nonzero()
+        tokens = sample["input_ids"][: int(targets.max()) + 1 if len(targets) else None].tolist()
+        text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
+        mark = "" if math.isfinite(loss) else ", NOT FINITE"
+        print(f"  sample {index}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")
