@@ -141,7 +141,7 @@ def train(
             save_now = should_save(config, completed) or stop_now
 
             with block_statistics.record(log_now):
-                train_step(state, step, micro_batches, stop=stop_signal.received or saver.failed)
+                train_step(state, step, micro_batches, stop=stop_signal.requested() or saver.failed)
 
             # Without `wait`, `read` returns the previous step's result: reading that of this step would make the host
             # wait for the device. All processes read it at the same point, so they stop after the same step.

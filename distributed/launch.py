@@ -46,6 +46,9 @@ def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
     """
     if num_processes() == 1 or dist.is_initialized():
         return
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # By default gloo resolves the name of the machine, which may take minutes or give the address of another one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if is_main_process():
         print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
     use_cpu, timeout = uses_cpu(os.environ), timedelta(seconds=config.timeout_seconds)

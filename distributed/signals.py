@@ -1,7 +1,8 @@
-"""Stopping on a signal: the first one requests a checkpoint and a stop, the second one ends the process."""
+"""Stopping after a step: on a first signal, or if the launcher is gone; a second signal ends the process."""
 
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from types import FrameType
@@ -33,15 +34,26 @@ def signals_to_catch() -> list[signal.Signals]:
 
 
 class StopSignal:
-    """Records whether this process has received a stop signal."""
+    """Records whether this process has received a stop signal, or its launcher has been killed."""
 
     received = False  # a class attribute, reset by each new object: distributed/nested.py reads it after training
 
     def __init__(self) -> None:
         StopSignal.received = False
+        # Only torch's launcher: a shell is another parent, which ends before a run that `nohup` keeps.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._first_time = 0.0
         for number in signals_to_catch():
             signal.signal(number, self._receive)
+
+    def requested(self) -> bool:
+        """Return whether this process shall stop after this step."""
+        # A launcher that is killed with SIGKILL cannot stop its processes, which would train on without it.
+        if not self.received and self._launcher not in (None, os.getppid()):
+            StopSignal.received = True
+            if is_main_process():
+                print("The launcher was killed: saving a checkpoint and stopping.", file=sys.stderr)
+        return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # Ctrl-C arrives twice: from the terminal, and forwarded by the launcher. The kernel repeats SIGXCPU.

@@ -98,6 +98,15 @@ def test_failed_notebook_cell_prints_one_message(more, message, processes, runs)
     assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
 
 
+@pytest.mark.parametrize(("machines", "interface"), [(1, "lo"), (2, "None")])
+def test_gloo_uses_loopback_on_one_machine(machines, interface, runs):
+    code = f"import os; os.environ['LOCAL_WORLD_SIZE'] = str({2 // machines}); from cli import scripts\n"
+    code += "scripts.run_script('train'); print(os.environ.get('GLOO_SOCKET_IFNAME'))"
+    done = run("-c", [code, *TINY_STORIES, "--steps", "2", "--out_dir", str(runs)], 2, environment())
+    assert "2 x cpu" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == interface
+
+
 def test_missing_compiler_without_triton(monkeypatch):
     monkeypatch.setattr(attention, "HAS_TRITON", False)
     assert missing_compiler(torch.device("cuda")) == "no Triton"

@@ -207,6 +207,21 @@ def test_launcher_restarts_killed_process_and_forwards_signal(runs):
     assert newest_valid(run / "checkpoints")[1].step == stopped["step"]
 
 
+def test_killed_launcher_stops_its_processes(runs):
+    """The launcher and its processes are forks."""
+    arguments = [*LONG, *ENDLESS, "--out_dir", runs, "--name", "run"]
+    _, *words = train_command(*arguments, processes=2)
+    launch = start(words, 0, runs / "run", steps=10)
+    (launcher,) = launch.processes
+    workers = children(launcher.pid)
+    launcher.kill()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), lambda: True)
+    stopped = status(runs / "run")
+    assert len(workers) == 2 and stopped["state"] == "preempted", launch.output()
+    assert newest_valid(runs / "run" / "checkpoints")[1].step == stopped["step"] >= 10
+    assert launch.output()[1].count("The launcher was killed: saving a checkpoint and stopping.") == 1
+
+
 @pytest.mark.slow
 def test_signal_to_one_process_restarts_all(runs, uninterrupted):
     arguments = [*LONG, "--out_dir", runs, "--name", "run"]
