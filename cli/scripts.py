@@ -85,7 +85,7 @@ def run_script(
         if commands and args and args[0] in commands:
             (settings, module), args = commands[args[0]], args[1:]
         if settings is None:
-            config = parse_config(args, num_processes())
+            config = parse_config(args, num_processes(), program)
         elif isinstance(settings, type):
             config = parse_tool(settings, program, args)
         else:

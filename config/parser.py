@@ -35,7 +35,7 @@ class _Parser(ArgumentParser):
         raise ConfigError(_explain(message, self.settings_class)) from None
 
 
-def parse_config(args: list[str] | None = None, num_processes: int = 1) -> TrainConfig:
+def parse_config(args: list[str] | None = None, num_processes: int = 1, program: str = "train.py") -> TrainConfig:
     """Parse `[--config FILE]... [--section.field VALUE]...`, where later settings override earlier ones.
 
     Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit.
@@ -43,6 +43,7 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     Args:
         args: the command line without the program; default: sys.argv[1:].
         num_processes: the number of training processes, which must be able to split the global batch.
+        program: the name of the program in `--help`.
 
     Raises:
         ConfigError: the parser's first error, or all inconsistent values together.
@@ -50,7 +51,7 @@ def parse_config(args: list[str] | None = None, num_processes: int = 1) -> Train
     user_args = sys.argv[1:] if args is None else args
     has_config = any(arg.split("=")[0] == "--config" for arg in user_args)
     args = user_args if has_config else ["--config", str(DEFAULT_CONFIG), *user_args]
-    parser = _train_parser()
+    parser = _train_parser(program)
     try:
         if "--print_config" in args:  # jsonargparse prints and exits before it reports unknown arguments
             _parse(parser, [arg for arg in args if arg != "--print_config"])
@@ -124,11 +125,11 @@ def _move_options_first(args: list[str], settings_class: type) -> list[str]:
 
 
 @cache  # building it reads the source for the docstrings, which takes longer than parsing
-def _train_parser() -> _Parser:
+def _train_parser(program: str) -> _Parser:
     parser = _parser(
         TrainConfig,
-        "train.py",
-        f"Trains a mini-GPT. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values override the "
+        program,
+        f"The settings of train.py. Without --config it reads configs/{DEFAULT_CONFIG.name}, whose values override the "
         "defaults below.",
     )
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given several times.")

@@ -2,9 +2,8 @@
 
 These are multi-tensor operations, with one kernel launch for a list of tensors: torch's own optimizers are built on
 them, but they have no public name. Other private parts are used where they are imported: torch._inductor's cache_dir
-(training/prepare_model.py), fake tensors, dispatch modes and storages' _cdata (tools/plan.py), the state dict stager
-(checkpoint/storage.py), buffers of modules (checks/verification.py), the file of torch._C (distributed/cpu.py), oneDNN
-products and the softmax backward (training/cpu_kernels.py).
+(training/prepare_model.py), the state dict stager (checkpoint/storage.py), buffers of modules (checks/verification.py),
+the file of torch._C (distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py).
 """
 
 from typing import Any

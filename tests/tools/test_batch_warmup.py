@@ -20,7 +20,7 @@ def test_exact_batch_warmup_replays_on_one_process(runs):
 
 def test_plan_counts_tokens_of_batch_warmup(runs):
     shown = train(*RECIPE, "--exact", "true", "--out_dir", runs, processes=2, script="tools.plan").stdout
-    assert "1 to 3 micro-batch(es) of 1 per step" in shown and " tokens/s, measured over a few steps" in shown
+    assert "1 to 3 micro-batch(es) of 1 per step" in shown and " tokens/s, " in shown
     tokens = sum(SIZES) * 128
     assert f"256 in step 1, 768 from step 5 on, {tokens:,} in 8 steps" in shown
     per_token, per_step, total = re.search(r"FLOPs +([\d,]+) per token, (.*) per step, (.*) in total", shown).groups()
