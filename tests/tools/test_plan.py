@@ -54,7 +54,7 @@ def test_plan_counts_memory_of_evaluation(runs):
     assert peaks[1] > peaks[0] + 30
 
 
-def test_plan_refuses_wrong_settings_and_names_itself_in_help(runs):
+def test_plan_refuses_settings_and_names_itself(runs):
     refused = train(*TINY_STORIES, "--model.n_heads", "3", script="tools.plan", exit_code=2)
     assert "tools.plan: error: model.d_model" in refused.stderr and "Traceback" not in refused.stderr
     assert train("--help", script="tools.plan").stdout.startswith("usage: tools.plan ")
@@ -70,7 +70,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="memory cannot be limited")
-def test_full_memory_is_one_message_with_settings_to_lower(runs):
+def test_full_memory_is_one_message(runs):
     words = "tools.plan --micro_batch_size 4096 --global_batch_size 4096 --model.d_model 512 --out_dir".split()
     code = LITTLE_MEMORY.replace("BYTES", str(6 * 2**30))
     done = forked.run("-c", [code, *words, str(runs)], 0, environment())
