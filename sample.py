@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from tokenizers.decoders import DecodeStream
 
-from cli.output import escape_controls
+from cli.output import printable
 from config.errors import ConfigError, RunError
 from data.chat import Message
 from data.chat_template import ChatTemplate
@@ -148,7 +148,7 @@ def generate_sample(
     ends = {tokenizer.eos_token_id, *ends}
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "samples", index))
     decoder, pieces, ids = DecodeStream(skip_special_tokens=True), [prompt], list(tokens)
-    print(escape_controls(prompt), end="", flush=True)
+    print(printable(prompt, kept="\n\t"), end="", flush=True)
     settings: dict[str, Any] = dict(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
     if max(tokens, default=0) >= vocab_size:
         raise ConfigError(
@@ -164,7 +164,7 @@ def generate_sample(
                 break
             if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
                 pieces.append(piece)
-                print(escape_controls(piece), end="", flush=True)
+                print(printable(piece, kept="\n\t"), end="", flush=True)
     except FloatingPointError as error:
         print()
         raise RunError(f"run: {config.run!r}: {error}; try an earlier --checkpoint, saved before it diverged") from None

@@ -7,29 +7,17 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 
-def printable(text: str) -> str:
-    r"""Escape the characters of a line that would control a terminal, such as `\x1b` in the name of a directory."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
-
-
-def escape_controls(text: str) -> str:
-    r"""Escape the control characters of generated text, such as `\x1b`, except line breaks and tabs.
+def printable(text: str, kept: str = "") -> str:
+    r"""Escape control characters, such as `\x1b`, except those in `kept`.
 
     A terminal would execute them: move the cursor, change the title, or send input.
     """
     return "".join(
         character.encode("unicode_escape").decode()
-        if unicodedata.category(character) == "Cc" and character not in "\n\t"
+        if unicodedata.category(character) == "Cc" and character not in kept
         else character
         for character in text
     )
-
-
-def printable_lines(error: Exception) -> str:
-    """Return the message of an error, with control characters other than line breaks escaped."""
-    return "\n".join(map(printable, str(error).split("\n")))
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

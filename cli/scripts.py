@@ -23,7 +23,7 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.output import failed_print, ignore_failed_prints, printable_lines
+from cli.output import failed_print, ignore_failed_prints, printable
 from config.errors import ConfigError, RunError
 from config.parser import parse_config, parse_tool
 from distributed.signals import Preempted, ignore_stop_signals
@@ -32,9 +32,6 @@ from distributed.world import is_main_process, num_processes, process_rank
 # Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
 PRINT_A_LOG = ("train", "tools.sweep")
 ROOT = Path(__file__).parent.parent
-SOURCE_DIRS = {
-    path.parent for pattern in ("*.py", "*/*.py", "data/*/*.py", "tools/*/*.py") for path in ROOT.glob(pattern)
-}
 
 # The dataclass of a script's settings, or a function that parses its command line.
 Settings = type | Callable[[list[str]], Any]
@@ -79,11 +76,11 @@ def run_script(
     gc.set_threshold(50_000)
     ignore_failed_prints()
     program = script if "." in script else f"{script}.py"
+    args = sys.argv[1:]
+    if commands and args and args[0] in commands:
+        (settings, module), args = commands[args[0]], args[1:]
     is_log = False
     try:
-        args = sys.argv[1:]
-        if commands and args and args[0] in commands:
-            (settings, module), args = commands[args[0]], args[1:]
         if settings is None:
             config = parse_config(args, num_processes(), program)
         elif isinstance(settings, type):
@@ -94,45 +91,56 @@ def run_script(
             print(f"{program}: loading torch ...", file=sys.stderr, flush=True)
         is_log = script in PRINT_A_LOG  # not earlier: --help and --print_config print a result
         import_module(module or script).main(config)
-    except SystemExit as exit_:  # --help and --print_config
-        if exit_.code:
-            return int(exit_.code)
-    except (ConfigError, RunError) as error:
-        let_main_process_fail_first()
-        print(f"{program}: error: {printable_lines(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except Preempted as preempted:
-        from accelerate import PartialState
-
-        # When one process ends, a launcher stops the others with a signal, which would change their exit codes. So no
-        # process ends before all have saved and ignore signals.
-        PartialState().wait_for_everyone()
-        ignore_stop_signals()
-        PartialState().wait_for_everyone()
-        if is_main_process():
-            print(preempted, file=sys.stderr)
-        return 75
-    except KeyboardInterrupt:
-        if is_main_process():
-            print(f"{program}: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if is_memory_error(error):
-            print(f"{program}: error: {explain_full_memory(error)}", file=sys.stderr)
-            return 1
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            let_main_process_fail_first()
-            print(f"{program}: error: {explain_failed_compilation(error)}", file=sys.stderr)
-            return 1
-        traceback.print_exc()
-        if message := explain_lost_process(error):
-            print(f"{program}: error: {message}", file=sys.stderr)
-        return 1
+    except BaseException as error:
+        if exit_code := report(error, program):
+            return exit_code
     failure = failed_print()
     if failure is None or is_log:
         return 0
     print(f"{program}: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
     return 1
+
+
+def report(error: BaseException, program: str) -> int:
+    """Print the exception that ended a script, in one line if its cause is known, and return the exit code."""
+    match error:
+        case SystemExit():  # --help and --print_config
+            return int(error.code or 0)
+        case KeyboardInterrupt():
+            if is_main_process():
+                print(f"{program}: interrupted", file=sys.stderr)
+            return 130
+        case Preempted():
+            exit_together()
+            if is_main_process():
+                print(error, file=sys.stderr)
+            return 75
+        case ConfigError() | RunError():
+            message, is_shared = str(error), True
+        case Exception() if is_memory_error(error):
+            message, is_shared = explain_full_memory(error), False
+        case Exception() if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            message, is_shared = explain_failed_compilation(error), True
+        case _:
+            traceback.print_exception(error)
+            message, is_shared = explain_lost_process(error), False
+    if is_shared:
+        let_main_process_fail_first()
+    if message:
+        print(f"{program}: error:", printable(message, kept="\n"), file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def exit_together() -> None:
+    """Return when all processes have saved and ignore signals; called by all together.
+
+    When one process ends, a launcher stops the others with a signal, which would change their exit codes.
+    """
+    from accelerate import PartialState
+
+    PartialState().wait_for_everyone()
+    ignore_stop_signals()
+    PartialState().wait_for_everyone()
 
 
 def exit_without_teardown(exit_code: int) -> NoReturn:
@@ -155,7 +163,7 @@ def let_main_process_fail_first() -> None:
         time.sleep(30)
 
 
-def explain_lost_process(error: Exception) -> str:
+def explain_lost_process(error: BaseException) -> str:
     """Return the message below the traceback of a failed collective operation; "" for other errors."""
     from torch.distributed import DistError
 
@@ -199,8 +207,9 @@ def explain_failed_compilation(error: Exception) -> str:
     )
 
 
-def own_line(error: Exception) -> str:
+def own_line(error: BaseException) -> str:
     """Return the innermost line of this repository's code in the traceback of an error, with its file and number."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    here = next(frame for frame in frames if Path(frame.filename).parent in SOURCE_DIRS)
+    own = (frame for frame in frames if frame.filename.startswith(f"{ROOT}/") and "site-packages" not in frame.filename)
+    here = next(own)
     return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from types import FrameType
@@ -49,10 +48,8 @@ class StopSignal:
     def requested(self) -> bool:
         """Return whether this process shall stop after this step."""
         # A launcher that is killed with SIGKILL cannot stop its processes, which would train on without it.
-        if not self.received and self._launcher not in (None, os.getppid()):
+        if self._launcher not in (None, os.getppid()):
             StopSignal.received = True
-            if is_main_process():
-                print("The launcher was killed: saving a checkpoint and stopping.", file=sys.stderr)
         return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

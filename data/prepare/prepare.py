@@ -37,7 +37,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from cli.output import ignore_failed_prints, printable_lines
+from cli.output import ignore_failed_prints, printable
 from config.errors import ConfigError
 from config.parser import parse_tool
 from config.paths import expand_user_path
@@ -423,7 +423,7 @@ def cli() -> int:
         # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer.
         metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
-        print(f"prepare: error: {printable_lines(error)}", file=sys.stderr)
+        print("prepare: error:", printable(str(error), kept="\n"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)

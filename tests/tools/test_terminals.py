@@ -29,7 +29,7 @@ def test_tools_work_on_ascii_terminal(words, foreign, tmp_path):  # noqa: F811
 
 
 def test_compare_escapes_control_characters_in_names(foreign, tmp_path):  # noqa: F811
-    for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\u202eback", "\x9b2J"):
+    for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\x9b2J"):
         shutil.copytree(foreign, tmp_path / name)
     (tmp_path / "\x1b[2Jnone").mkdir()
     done = forked.run("tools.compare", [*map(str, tmp_path.iterdir()), "--out", "null"], 0, environment())
