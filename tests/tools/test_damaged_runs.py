@@ -5,14 +5,14 @@ import random
 import pytest
 
 from tests.config.test_parser_fuzz import CASES, damage_a_copy, damaged, files, use, used  # noqa: F401 - a fixture
-from tools.compare.settings import CompareConfig
+from tools.compare import CompareConfig
 from tools.jobs.runner import JobRunner
-from tools.plot.run_plots import save_loss_curve
+from tools.plot import save_loss_curve
 from tools.replay import ReplayConfig
 from tools.sweep.settings import SweepConfig
 
 TOOLS = {
-    "tools.compare": (CompareConfig, "RUN FOLDER/runs/run --out null", "tools.compare.command"),
+    "tools.compare": (CompareConfig, "RUN FOLDER/runs/run --out null", "tools.compare"),
     "tools.replay": (ReplayConfig, "RUN 3 --num_sequences 1", "tools.replay"),
     "tools.sweep": (SweepConfig, "--config FOLDER/recipe.yaml --name run --out_dir RUN/..", "tools.sweep.command"),
 }

@@ -17,7 +17,7 @@ RUN_MODULE = "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
     "words",
     [
         ["tools.replay", "RUN", "1"],
-        ["tools.compare", "RUN", "--out", "PLACE/compare"],
+        ["tools.compare", "RUN", "--out", "PLACE/compare.png"],
         ["tools.plot", "RUN"],
     ],
     ids=lambda words: words[0],
@@ -31,6 +31,7 @@ def test_tools_work_on_ascii_terminal(words, foreign, tmp_path):  # noqa: F811
 def test_compare_escapes_control_characters_in_names(foreign, tmp_path):  # noqa: F811
     for name in ("\x1b[31mred\x1b]0;title\x07", "two\nlines", "\x9b2J"):
         shutil.copytree(foreign, tmp_path / name)
+        (tmp_path / name / "metrics.jsonl").unlink()  # an unfinished run has a line of its own
     (tmp_path / "\x1b[2Jnone").mkdir()
     done = forked.run("tools.compare", [*map(str, tmp_path.iterdir()), "--out", "null"], 0, environment())
     assert done.returncode == 0, done.stderr

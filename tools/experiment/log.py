@@ -11,7 +11,7 @@ from config.paths import expand_user_path
 from data.files import lock, write_atomically
 from data.json_objects import parse_object
 from tools.experiment.settings import ReportConfig
-from tools.plot.style import new_figure
+from tools.plot import new_figure
 
 MARKERS = {"better": "o", "worse": "X", "no difference": "s", "unknown": "D", "futile": "v"}
 MAX_LABEL_CHARACTERS = 50

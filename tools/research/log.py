@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from cli.output import aligned
-from tools.plot.style import COLORS, fit_label, new_figure, report_plot_errors
+from tools.plot import COLORS, fit_label, new_figure
 from tools.research.ledger import typed_row
 from tools.research.output import Result, describe_idea, format_effect
 from tools.research.settings import LogConfig
@@ -34,8 +34,10 @@ def log(config: LogConfig) -> Result:
     with locked_chain(config.lab) as (_, chain):
         pass
     problems: list[str] = []
-    with report_plot_errors("chain.png", problems.append):
+    try:
         draw(chain, chain.lab / "chain.png")
+    except Exception as error:  # a plot cannot end a chain of experiments
+        problems.append(f"chain.png cannot be plotted: {error}")
     return Result(chain.summary() | {"rows": [*map(typed_row, chain.rows)]}, [*lines(chain), *problems])
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.plot.style import new_figure, set_round_log_ticks
+from tools.plot import new_figure, set_round_log_ticks
 from tools.scale.ladder import Measurement, base_config, facts_read
 from tools.scale.law import unseen_fact_probability
 from tools.scale.recipe import format_count, learning_rate
@@ -17,7 +17,7 @@ EXCESS_LABEL = "excess validation loss (nats/token)"
 
 def shades(number: int) -> list:
     """Return colours from dark to light, which differ in greyscale, too."""
-    import matplotlib  # after `new_figure`, which chooses the backend
+    import matplotlib
 
     return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number)))
 
@@ -107,9 +107,9 @@ def draw_learning_rates(curves: dict[int, list[tuple[float, float]]], path: Path
     absolute.set(xscale="log", yscale="log", xlabel="learning rate", ylabel=EXCESS_LABEL)
     relative.set(xscale="log", xlabel="learning rate / learning rate of the rule")
     absolute.legend(fontsize="small")
-    set_round_log_ticks(absolute.yaxis, *absolute.get_ylim())
+    set_round_log_ticks(absolute.yaxis)
     for axes in (absolute, relative):
-        set_round_log_ticks(axes.xaxis, *axes.get_xlim())
+        set_round_log_ticks(axes.xaxis)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     return path

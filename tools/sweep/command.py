@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint.identity import code_hash
 from config.errors import RunError
-from tools.compare import command as compare
+from tools import compare
 from tools.jobs.launch import Launch
 from tools.jobs.runner import JobRunner, Stopped, Training
 from tools.sweep.grid import is_finished, plan_sweep, run_path, write_run_config
