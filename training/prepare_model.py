@@ -24,6 +24,13 @@ from training.schedule import SCHEDULES
 PROCESSOR_FOLDER = "processor-"
 
 
+def cache_dir() -> str:
+    """Return the folder of compiled code."""
+    from torch._inductor.runtime import cache_dir_utils  # slow to import
+
+    return cache_dir_utils.cache_dir()
+
+
 def missing_compiler(device: torch.device) -> str:
     """Describe what this machine lacks to compile for `device` with torch.compile; empty if nothing."""
     if device.type == "cuda" and not attention.HAS_TRITON:
@@ -32,10 +39,16 @@ def missing_compiler(device: torch.device) -> str:
     compilers = [os.environ.get("CXX", default)] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
     if not any(map(shutil.which, compilers)):
         return f"no compiler: {' or '.join(compilers)}"
-    installed = str(Path(torch.__file__).parent)
-    if device.type == "cpu" and re.search(r"[^\w./+@:~-]", installed, re.ASCII):
-        # torch does not quote the path of its own libraries in the command line of the linker.
-        return f"torch is installed in {installed!r}; use a path of plain letters, without spaces and quotes"
+    if device.type == "cpu":
+        # torch does not quote these paths in the command lines of the compiler and the linker.
+        unquoted = {
+            "torch is installed": str(Path(torch.__file__).parent),
+            "Python's library is": sysconfig.get_config_var("LIBDIR") or "",
+            "the compilation cache (TORCHINDUCTOR_CACHE_DIR, or TMPDIR) is": cache_dir(),
+        }
+        for what, path in unquoted.items():
+            if re.search(r"[^\w./+@:~-]", path, re.ASCII):
+                return f"{what} in {path!r}; use a path of plain letters, without spaces and quotes"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.exists() else f"no {header}; install the package python3-dev"
 
@@ -47,8 +60,6 @@ def separate_compilation_caches() -> None:
     directory would run each other's instructions. Code generated under ATEN_CPU_CAPABILITY=avx2 (vectors of 8 floats)
     would be reused by a process without it, compiled for vectors of 16, and write beyond the end of tensors.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
-
     features = {name: known for name, known in torch.cpu.get_capabilities().items() if isinstance(known, bool)}
     kind = json.dumps([os.environ.get("ATEN_CPU_CAPABILITY"), features], sort_keys=True)
     folder = Path(cache_dir())

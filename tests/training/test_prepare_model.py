@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,17 @@ def test_missing_compiler_names_path_the_linker_cannot_take(folder, monkeypatch)
     assert missing_compiler(torch.device("cpu")) == ""
     monkeypatch.setattr(torch, "__file__", f"/home/me/{folder}/.venv/torch/__init__.py")
     assert "torch is installed in" in missing_compiler(torch.device("cpu"))
+    monkeypatch.undo()
+    libraries = f"/Users/me/{folder}/python/lib"
+    monkeypatch.setattr(sysconfig, "get_config_var", {"LIBDIR": libraries}.get)
+    assert f"Python's library is in {libraries!r}; use" in missing_compiler(torch.device("cpu"))
+
+
+def test_trains_uncompiled_with_space_in_cache_path(tmp_path):
+    (cache := tmp_path / "my cache").mkdir()
+    done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert f"not compiled: the compilation cache (TORCHINDUCTOR_CACHE_DIR, or TMPDIR) is in '{cache}" in done.stdout
+    assert done.stdout.endswith("Training finished.\n")
 
 
 def refuse_to_compile(config):
