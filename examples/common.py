@@ -51,8 +51,14 @@ def positive_int(text: str) -> int:
 
 def spawn(train: Callable, args: argparse.Namespace, *arguments) -> None:
     """Start args.ranks processes, each of which calls train(rank, init_method, args, *arguments)."""
+    use_loopback()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (f"file://{folder}/rendezvous", args, *arguments), nprocs=args.ranks)
+
+
+def use_loopback() -> None:
+    """Let gloo connect ranks on this machine by the loopback interface, not by what the machine's name resolves to."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def select_device(rank: int, backend: str) -> torch.device:
@@ -143,7 +149,7 @@ def run_gpt(train: Callable, name: str, description: str | None) -> None:
         _kept = train(args)  # if DDP is freed after its process group, it may hang
         os._exit(0)  # at the interpreter's exit, threads of gloo may abort
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise torchrun warns
-    torchrun(
-        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={args.ranks}", "-m", name]
-        + sys.argv[1:]
-    )
+    use_loopback()
+    # Without an address, torchrun waits for minutes where the machine's own name does not resolve, as on many Macs.
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    torchrun([*rendezvous, f"--nproc-per-node={args.ranks}", "-m", name, *sys.argv[1:]])

@@ -153,7 +153,7 @@ def test_examples_page_matches_scripts():
     assert [name for name, _ in rows] == [link for _, link in rows] == SCRIPTS and files == set(SCRIPTS)
     tested = {f"python -m examples.{name}" for name in SCRIPTS if name != "ring_allreduce"}
     tested |= {"python -m examples.ring_allreduce --ranks 3"}
-    tested |= {"torchrun --standalone --nproc-per-node 2 -m examples.gpt_ddp"}
+    tested |= {"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m examples.gpt_ddp"}
     [last] = set(commands(text)) - tested
     assert last in COMMANDS and tested < set(commands(text))
 
