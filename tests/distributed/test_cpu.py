@@ -1,5 +1,6 @@
 """Number of compute threads of a process."""
 
+import os
 import subprocess
 import sys
 
@@ -38,3 +39,14 @@ def test_start_block_prints_thread_count(tmp_path):
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", launcher], cwd=ROOT, env=env, capture_output=True, text=True)
     assert f"1 x cpu, {available_cores()} thread(s) each" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("script", "cores"), [("echo 4", 4), ("exit 1", 10), ("echo", 10)])
+def test_available_cores_of_a_mac(script, cores, monkeypatch, tmp_path):
+    """The performance cores of Apple silicon; Intel Macs, where sysctl fails, have cores of one kind."""
+    (sysctl := tmp_path / "sysctl").write_text(f'#!/bin/sh\n[ "$*" = "-n hw.perflevel0.physicalcpu" ] && {script}\n')
+    sysctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert available_cores() == cores
