@@ -22,6 +22,8 @@ from distributed.cpu import prepare_cpu, prepare_exact
 from distributed.rendezvous import fresh_store
 from distributed.world import is_main_process, num_processes, process_rank
 
+TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable, which selects a device other than its own choice
+
 
 def env_flag(environment: Mapping[str, str], name: str) -> bool:
     """Return a boolean environment variable of Accelerate; False if it is absent."""
@@ -29,12 +31,11 @@ def env_flag(environment: Mapping[str, str], name: str) -> bool:
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a run computes on the CPU: because ACCELERATE_USE_CPU is true, or no GPU is available.
+    """Return whether a run computes on the CPU: ACCELERATE_USE_CPU is true, or there is no GPU.
 
-    Several processes cannot communicate on MPS devices, so they use the CPU.
+    A Mac's GPU is used only where ACCELERATE_TORCH_DEVICE=mps asks for it.
     """
-    is_single = int(environment.get("WORLD_SIZE", 1)) == 1
-    has_device = torch.cuda.is_available() or (is_single and torch.backends.mps.is_available())
+    has_device = torch.cuda.is_available() or environment.get(TORCH_DEVICE) == "mps"
     return env_flag(environment, "ACCELERATE_USE_CPU") or not has_device
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from config.errors import ConfigError
 from config.schema import TrainConfig, flat_settings
-from distributed.launch import env_flag
+from distributed.launch import TORCH_DEVICE, env_flag
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
@@ -67,7 +67,20 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
-    return problems + unusable_devices(environment)
+    return problems + mps_problems(environment, config) + unusable_devices(environment)
+
+
+def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
+    """Return what a run on a Mac's GPU (MPS) does not support."""
+    if environment.get(TORCH_DEVICE) != "mps" or env_flag(environment, "ACCELERATE_USE_CPU"):
+        return []
+    unsupported = {
+        "no MPS in this torch": not torch.backends.mps.is_available(),
+        "WORLD_SIZE: several processes": environment.get("WORLD_SIZE", "1") != "1",
+        "exact: true": config.exact,
+        "compile: true": config.compile,
+    }
+    return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, found in unsupported.items() if found]
 
 
 def unusable_devices(environment: Mapping[str, str]) -> list[str]:

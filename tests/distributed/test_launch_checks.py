@@ -191,6 +191,23 @@ def test_uses_cpu_reads_the_environment(two_old_gpus):
     assert uses_cpu({"ACCELERATE_USE_CPU": "true"})
 
 
+def test_mac_gpu_needs_an_explicit_choice(monkeypatch):
+    """By default a Mac trains on its CPU, with one process as with several."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    chosen = {"ACCELERATE_TORCH_DEVICE": "mps"}
+    assert uses_cpu({}) and uses_cpu({"WORLD_SIZE": "2"}) and not uses_cpu(chosen)
+    monkeypatch.setattr(launch_checks, "NVIDIA_DEVICES", "/no/such/device")
+    assert launch_checks.launch_problems(chosen, TrainConfig()) == []
+    two = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    refused = [(TrainConfig(exact=True), {}), (TrainConfig(compile=True), {}), (TrainConfig(), two)]
+    for config, launched in refused:
+        (problem,) = launch_checks.launch_problems(chosen | launched, config)
+        assert problem.startswith("ACCELERATE_TORCH_DEVICE: mps, but ")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert "no MPS in this torch" in launch_checks.launch_problems(chosen, TrainConfig())[0]
+
+
 # Real launches
 
 
