@@ -81,7 +81,7 @@ define install
 @.venv/bin/python .ci/installed.py $(1) > /dev/null 2>&1 || { \
 	if test -L .venv; then echo "make: .venv is a link to $$(readlink .venv), which lacks $$(.venv/bin/python .ci/installed.py $(1) 2>&1); run make there, or remove the link"; exit 1; fi; \
 	echo "Installing $(1) into .venv (torch is large) ..."; \
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "Python 3.11 to 3.14 is needed: make PYTHON=python3.11 ..."; exit 1; }; \
 	test -x .venv/bin/python || $(if $(UV),$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv) || exit 1; \
 	$(INSTALL) -r $(1); }
 endef

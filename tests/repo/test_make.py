@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 
 
@@ -54,6 +56,17 @@ def test_env_names_what_linked_environment_lacks(tmp_path):
     (tmp_path / ".venv").symlink_to(sys.prefix)
     done = make("env", tmp_path)
     assert done.returncode and "which lacks no-such-package==1.0" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("version", "works"), [("3, 10", False), ("3, 11", True), ("3, 14", True), ("3, 15", False)])
+def test_env_names_supported_versions_of_python(version, works, tmp_path, monkeypatch):
+    copy_files(tmp_path, "Makefile", ".ci/installed.py", "requirements.txt")
+    other = f'{sys.executable} -c "import sys; sys.version_info = ({version}); $2"'
+    (script := tmp_path / "python").write_text(f'#!/bin/sh\n[ "$1" = -c ] || exit 7\nexec {other}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(script))
+    done = make("env", tmp_path)
+    assert done.returncode and ("Python 3.11 to 3.14 is needed" in done.stdout) != works, done.stdout + done.stderr
 
 
 LAUNCHER = """#!/bin/sh
