@@ -74,7 +74,7 @@ def read_metadata(folder: Path) -> dict:
 def _check(metadata: dict) -> None:
     """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
     files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
-    if names := [name for name in files if not re.fullmatch(r"(train|validation)/\d+\.arrow", name)]:
+    if names := [name for name in files if not re.fullmatch(r"(train|validation)/[\w-]+\.arrow", name)]:
         raise ValueError(f"{names[0]!r} is not the name of a corpus file")
     counts += [entry["bytes"] for entry in files.values()]
     if wrong := [count for count in counts if type(count) is not int or count < 0]:
@@ -93,8 +93,8 @@ def hash_validation_text(folders: list[Path]) -> str | None:
     return None if None in hashes else "+".join(hashes)
 
 
-def open_columns(file: Path) -> list[pa.ListArray]:
-    """Memory-map the columns of a file: the tokens and, for conversations, the masks of answers.
+def open_columns(file: Path) -> list[list[pa.ListArray]]:
+    """Memory-map the columns of each batch of a file: the tokens and, for conversations, the masks of answers.
 
     Only their lengths are read, and checked, so that no use of their `values` and `offsets` reads beyond the file.
 
@@ -107,14 +107,15 @@ def open_columns(file: Path) -> list[pa.ListArray]:
         masks = {}, {"assistant_masks": pa.list_(pa.uint8())}
         if reader.schema not in [pa.schema(ids | mask) for ids in tokens for mask in masks]:
             raise ValueError("it has other columns than data.prepare writes")
-        columns = reader.read_next_batch().columns
-        for column in columns:
-            column.validate()
-            if column.null_count or column.values.null_count or len(column.values) != len(columns[0].values):
-                raise ValueError("it has nulls, or tokens without a mask")
-        return columns
-    except (pa.ArrowException, ValueError, OSError, StopIteration) as error:
-        raise ConfigError(f"data: {file} is damaged: {error or 'it is empty'}; {REMEDY}") from None
+        batches = [batch.columns for batch in reader]
+        for columns in batches:
+            for column in columns:
+                column.validate()
+                if column.null_count or column.values.null_count or len(column.values) != len(columns[0].values):
+                    raise ValueError("it has nulls, or tokens without a mask")
+        return batches
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise ConfigError(f"data: {file} is damaged: {error}; {REMEDY}") from None
 
 
 def verify(corpora: dict[Path, dict]) -> None:

@@ -1,4 +1,4 @@
-"""Prepared corpora (data/prepare/prepare.py) as samples. Files are memory-mapped; tokens are read with their sample."""
+"""Prepared corpora (data/prepare.py) as samples. Files are memory-mapped; tokens are read with their sample."""
 
 import os.path
 from bisect import bisect_right
@@ -65,9 +65,9 @@ class TextDataset(Dataset):
             raise unhandled_choice("data.packing", packing)
         self.corpus, self.split, self.seq_len, self.packing = corpus, split, seq_len, packing
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
-        columns = [open_columns(file) for file in files]
+        batches = [columns for file in files for columns in open_columns(file)]
         # Views of the files: the tokens and, for conversations, the masks of answers.
-        self.values = [[np.from_dlpack(column.values) for column in file] for file in columns]
+        self.values = [[np.from_dlpack(column.values) for column in columns] for columns in batches]
         self.first_tokens = [0, *accumulate(len(tokens) for tokens, *_ in self.values)]
         num_tokens = self.first_tokens[-1]
         if num_tokens != corpus.metadata[split]["tokens"]:
@@ -76,7 +76,7 @@ class TextDataset(Dataset):
         if self.has_windows:
             self.num_rows = (num_tokens - 1) // (seq_len - 1)
         else:
-            self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in columns])
+            self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in batches])
             self.num_rows = len(self.rows)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
@@ -125,14 +125,14 @@ class TextDataset(Dataset):
         return batch
 
     def _find_rows(self, offsets: list[np.ndarray]) -> None:
-        """Find the rows from the offsets of the documents in each file, int32.
+        """Find the rows from the offsets of the documents in each batch of a file, int32.
 
         Sets `begins` (the first token of each document, and the number of tokens), `rows` (the first document of each
         row), and `after` (for each document i, the first document after a row that begins with it).
         """
         firsts = np.array(self.first_tokens[:-1])  # int64, and so are its sums with the offsets
-        begins_by_file = [first + of_file[:-1] for first, of_file in zip(firsts, offsets, strict=True)]
-        self.begins = np.concatenate([*begins_by_file, self.first_tokens[-1:]])
+        begins = [first + of_batch[:-1] for first, of_batch in zip(firsts, offsets, strict=True)]
+        self.begins = np.concatenate([*begins, self.first_tokens[-1:]])
         lengths = np.diff(self.begins)
         if (lengths < 0).any():
             raise ConfigError(f"data: {self.corpus.path} is damaged: the documents of {self.split}; {REMEDY}")
@@ -162,12 +162,12 @@ class TextDataset(Dataset):
         return int(first), boundaries
 
     def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
-        """Fill `out` with the stream from token `first` on, across files, until the stream ends; return it."""
-        file, rest = bisect_right(self.first_tokens, first) - 1, out
-        while len(rest) and file < len(self.values):
-            values = self.values[file][column][first - self.first_tokens[file] :][: len(rest)]
+        """Fill `out` with the stream from token `first` on, across batches, until the stream ends; return it."""
+        batch, rest = bisect_right(self.first_tokens, first) - 1, out
+        while len(rest) and batch < len(self.values):
+            values = self.values[batch][column][first - self.first_tokens[batch] :][: len(rest)]
             rest[: len(values)] = values
-            first, rest, file = first + len(values), rest[len(values) :], file + 1
+            first, rest, batch = first + len(values), rest[len(values) :], batch + 1
         return out
 
     @cached_property

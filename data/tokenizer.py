@@ -13,6 +13,7 @@ from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
+MAX_WORD = 256  # bytes of a word that are merged while a tokenizer is trained
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Byte-level tokenizers write each byte as one of these characters (GPT-2's bytes_to_unicode).
@@ -65,7 +66,11 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     if num_tokens is not None:
         settings = {"vocab_size": num_tokens, "special_tokens": [END_OF_TEXT], "show_progress": False}
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings)
+        # The time for a word grows with the square of its length, and text such as DNA is one word.
+        words = tokenizer.pre_tokenizer
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(MAX_WORD)])
         tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.pre_tokenizer = words
     tokenizer.add_special_tokens([END_OF_TEXT])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
 

@@ -23,7 +23,7 @@ import torch
 
 from run.load import load_run
 from tests.conftest import ROOT, TINY_STORIES, commands, environment, python, shell, train
-from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
+from tests.data.test_prepare import make, make_documents, write_jsonl
 from tests.test_export import FAMILIES, every_family
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import data.prepare.prepare
+import data.prepare
 from cli import scripts
 from config.errors import ConfigError
 from config.parser import parse_config
@@ -22,7 +22,7 @@ from evaluate import EvaluateConfig
 from run.export import ExportConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
-from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tests.data.test_prepare import make_documents, write_jsonl
 
 RECIPE = ROOT / "tests" / "support" / "tiny_random.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(200)]
@@ -73,7 +73,7 @@ def run_tool(script, kind, *words, module=None):
     sys.stdout, sys.stderr = out, err
     try:
         exit_code = (
-            data.prepare.prepare.cli()
+            data.prepare.cli()
             if script == "prepare"
             else scripts.run_script(script, kind, module=module or MODULES.get(script))
         )

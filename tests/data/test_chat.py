@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data.prepare.prepare
+import data.prepare
 import evaluate
 import sample
 from config.errors import ConfigError
@@ -38,8 +38,8 @@ from run.export import ExportConfig
 from run.load import load_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from tests.data.prepare.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
-from tests.data.test_text import build_perturbed_model, files_read, rewrite
+from tests.data.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
+from tests.data.test_text import build_perturbed_model, files_read, find_file, rewrite
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -365,20 +365,21 @@ def test_metadata_counts_message_content(folder, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(data.prepare.prepare, "PART", 1000)
-    monkeypatch.setattr(data.prepare.prepare, "PIECE", 10)  # a conversation is never cut
+    monkeypatch.setattr(data.prepare, "FILE", 2000)
+    monkeypatch.setattr(data.prepare, "BLOCK", 1000)
+    monkeypatch.setattr(data.prepare, "BATCH", 2)
+    monkeypatch.setattr(data.prepare, "PIECE", 10)  # a conversation is never cut
     source = folder / "rows.jsonl"
     settings = dict(tokenizer=str(folder / "tokenizer_chatml"), validation="hash:0.2", num_workers=workers)
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
+        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source, tmp_path / "out", **settings)
     work = tmp_path / "out.partial"
-    (work / "parts" / "000002.json").unlink()
-    (work / "train" / "000003.arrow").write_bytes(b"half")
+    next((work / "cache").glob("000001*.arrow")).unlink()
     make(source, tmp_path / "out", **settings)
     make(source, tmp_path / "whole", **settings)
-    assert content(tmp_path / "out") == content(tmp_path / "whole") and len(tokens_of(tmp_path / "out")) > 6
+    assert content(tmp_path / "out") == content(tmp_path / "whole") and len(tokens_of(tmp_path / "out")) > 4
     assert read_rows(tmp_path / "out") == read_rows(folder / "chatml")
     for seq_len in (30, 256):  # rows that span several files
         several, one = (open_split(path, seq_len=seq_len) for path in (tmp_path / "out", folder / "chatml"))
@@ -574,17 +575,17 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
 
 def test_changed_or_hostile_mask_is_detected(folder, tmp_path):
     corpus = shutil.copytree(folder / "chatml", tmp_path / "a")
-    file = corpus / "train" / "000000.arrow"
-    mask = open_columns(file)[1].values.to_numpy().tobytes()
+    file = find_file(corpus)
+    mask = open_columns(file)[0][1].values.to_numpy().tobytes()
     place = file.read_bytes().rindex(mask[:50])
     changed = bytearray(file.read_bytes())
     changed[place + 5] ^= 1
     file.write_bytes(changed)
-    with pytest.raises(ConfigError, match="000000.arrow has another content"):
+    with pytest.raises(ConfigError, match=f"{file.name} has another content"):
         files_read(corpus)
 
     def shorter(content):
-        columns = [column for column in open_columns(folder / "chatml" / "train" / "000000.arrow")]
+        [[*columns]] = open_columns(find_file(folder / "chatml"))
         columns[1] = pa.array([[1]] * len(columns[0]), pa.list_(pa.uint8()))
         batch, stream = pa.record_batch(columns, names=["input_ids", "assistant_masks"]), pa.BufferOutputStream()
         with pa.ipc.new_stream(stream, batch.schema) as writer:

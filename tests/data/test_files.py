@@ -12,7 +12,7 @@ import pytest
 from data import files
 from data.files import temporary_folder
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.data.prepare.test_prepare import make_documents, run, write_jsonl
+from tests.data.test_prepare import make_documents, run, write_jsonl
 from tests.support import forked
 
 # Errors of Lustre without -o flock, and of FUSE for fsync of a folder.

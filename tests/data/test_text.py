@@ -23,7 +23,7 @@ import yaml
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import data.prepare.prepare
+import data.prepare
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.resolve import replace_settings
@@ -37,7 +37,7 @@ from data.tokenizer import load_tokenizer, save_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, environment, metrics, tensors, train
-from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
+from tests.data.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 from tests.support import forked
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare.prepare, "PART", 2000)
+        patch.setattr(data.prepare, "FILE", 4000)
         make(write_jsonl(folder / "a.jsonl", make_documents(60)), folder / "a", validation="hash:0.2")
     other = write_jsonl(folder / "b.jsonl", make_documents(30, seed=5))
     make(other, folder / "b", validation="hash:0.2")
@@ -366,7 +366,7 @@ def test_load_corpus_without_validation_split(folder, tmp_path):
 def test_load_corpus_refuses_changed_files(folder, tmp_path):
     path = tmp_path / "a"
     shutil.copytree(folder / "a", path)
-    file = next((path / "train").iterdir())
+    file = find_file(path)
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
     assert file.name in refusal(folder, "--data.path", path)
@@ -480,6 +480,10 @@ def test_text_hash_is_independent_of_tokenizer(folder):
 # Verification of files
 
 
+def find_file(corpus, split="train", index=0):
+    return sorted((corpus / split).glob("*.arrow"))[index]
+
+
 def flip(file, count):
     """Change `count` tokens but neither the length nor the times of the file."""
     stat, content = file.stat(), bytearray(file.read_bytes())
@@ -524,7 +528,7 @@ def test_verification_reads_only_new_and_modified_files(corpus, folder):
 
 def test_verification_names_changed_file(corpus):
     files_read(corpus)
-    file = corpus / "validation" / "000001.arrow"
+    file = find_file(corpus, "validation")
     whole = file.read_bytes()
     flip(file, 100)
     for _ in range(2):
@@ -535,7 +539,7 @@ def test_verification_names_changed_file(corpus):
 
 
 def test_first_process_of_each_machine_verifies(corpus, folder, monkeypatch):
-    flip(corpus / "train" / "000000.arrow", 100)
+    flip(find_file(corpus), 100)
     loaded = load_corpus(settings(folder, "--data.path", corpus))
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -602,12 +606,12 @@ def test_verification_reports_unreadable_file(corpus, monkeypatch):
         files_read(corpus)
 
 
-def rewrite(corpus, change, name="train/000000.arrow"):
+def rewrite(corpus, change):
     """Apply `change` to the bytes of a file and update metadata.json to match, as a hostile author could."""
-    metadata = json.loads((corpus / "metadata.json").read_text())
-    content = change((corpus / name).read_bytes())
-    (corpus / name).write_bytes(content)
-    metadata["files"][name] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    metadata, file = json.loads((corpus / "metadata.json").read_text()), find_file(corpus)
+    content = change(file.read_bytes())
+    file.write_bytes(content)
+    metadata["files"][f"train/{file.name}"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     hashes = {file: facts["sha256"] for file, facts in metadata["files"].items()}
     whole = content_hash(metadata["tokenizer"]["hash"], hashes)
     (corpus / "metadata.json").write_text(damaged(metadata, hash=whole))
@@ -615,17 +619,17 @@ def rewrite(corpus, change, name="train/000000.arrow"):
 
 def test_hostile_arrow_file_is_read_within_bounds(corpus, folder):
     """Each byte of the Arrow metadata is changed; a read beyond the file would crash the test process."""
-    original = (corpus / "train" / "000000.arrow").read_bytes()
+    original = find_file(corpus).read_bytes()
     describes = original.index(np.array(rows(corpus)[0][:8], np.uint16).tobytes())
     refused = 0
     for place in range(describes):
         for value in (0xFF, 0x01):
             mutated = bytearray(original)
             mutated[place] ^= value
-            (corpus / "train" / "000000.arrow").write_bytes(mutated)
+            find_file(corpus).write_bytes(mutated)
             try:
-                [column] = open_columns(corpus / "train" / "000000.arrow")
-                assert sum(int(np.from_dlpack(part).sum()) for part in (column.values, column.offsets)) >= -(2**40)
+                for [column] in open_columns(find_file(corpus)):
+                    assert all(int(np.from_dlpack(part).sum()) >= -(2**40) for part in (column.values, column.offsets))
             except ConfigError:
                 refused += 1
     assert refused > describes / 2
@@ -686,13 +690,13 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_damaged_corpus_ends_run_before_writing(corpus, folder, runs, processes):
-    flip(corpus / "validation" / "000001.arrow", 100)
+    flip(find_file(corpus, "validation"), 100)
     words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
     launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())
     launch.wait(120)
     assert launch.processes[0].exitcode == 2
     [error] = [line for line in launch.output()[1].splitlines() if "train.py: error" in line]
-    assert "validation/000001.arrow has another content" in error
+    assert f"validation/{find_file(corpus, 'validation').name} has another content" in error
     assert not runs.exists()
 
 
@@ -734,12 +738,12 @@ def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
     done = train_text(folder, runs, *arguments, "--steps", 2)
     assert "verified" in done.stdout and (path / ".verified").exists()
     saved = content(run / "checkpoints")
-    flip(path / "train" / "000001.arrow", 300)
+    flip(changed := find_file(path, index=1), 300)
     done = train_text(folder, runs, *arguments, exit_code=2)
-    assert "000001.arrow has another content" in done.stderr and "[step" not in done.stdout
+    assert f"{changed.name} has another content" in done.stderr and "[step" not in done.stdout
     assert content(run / "checkpoints") == saved
     status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "failed" and "000001.arrow" in status["reason"]
+    assert status["state"] == "failed" and changed.name in status["reason"]
     shutil.rmtree(path)
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
     done = train_text(folder, runs, *arguments, exit_code=2)

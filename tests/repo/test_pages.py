@@ -10,7 +10,7 @@ from jsonargparse import ArgumentParser
 from config.schema import TrainConfig
 from docs import settings
 from tests.conftest import ROOT, commands, python, shell
-from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tests.data.test_prepare import make_documents, write_jsonl
 from tests.repo.test_rules import CORE
 from tests.test_examples import RUNGS as SCRIPTS
 

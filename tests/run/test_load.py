@@ -22,7 +22,7 @@ from config.errors import ConfigError
 from config.parser import parse_tool
 from data.corpus import Corpus
 from data.files import sha256
-from data.prepare.prepare import encode_text
+from data.prepare import encode_text
 from data.synthetic.stories import STORIES, StoriesDataset
 from data.tokenizer import load_tokenizer, save_tokenizer
 from run.load import LoadedModel, find_checkpoint, load_run, load_with_source

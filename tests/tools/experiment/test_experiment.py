@@ -22,7 +22,7 @@ from config.errors import ConfigError, RunError
 from data.text import TextCorpus, TextDataset
 from run.load import load_run
 from tests.conftest import ROOT, environment, python
-from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
+from tests.data.test_prepare import make, make_documents, write_jsonl
 from tests.support import forked
 from tests.tools.experiment.conftest import FAKE, fake_scorer
 from tools.experiment import arm, change, experiment, log, score, variants

@@ -4,10 +4,12 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -16,10 +18,10 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-import data.prepare.prepare
+import data.prepare
 from config.errors import ConfigError
-from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
-from data.prepare.sources import Source, find_files
+from data.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.sources import Source, find_files
 from data.tokenizer import load_tokenizer, save_tokenizer
 from tests.conftest import ROOT, environment
 from tests.support import forked
@@ -78,11 +80,12 @@ def tokens_of(out):
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-    """Small parts and pieces, so that a short text fills many."""
-    monkeypatch.setattr(data.prepare.prepare, "PIECE", 2000)
-    monkeypatch.setattr(data.prepare.sources, "CHUNK", 2000)
-    monkeypatch.setattr(data.prepare.prepare, "PART", 3000)
+def small_blocks(monkeypatch):
+    """Small pieces, blocks and files, so that a short text fills many."""
+    monkeypatch.setattr(data.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.sources, "CHUNK", 2000)
+    monkeypatch.setattr(data.prepare, "BLOCK", 3000)
+    monkeypatch.setattr(data.prepare, "FILE", 5000)
 
 
 def refusal(*arguments, **settings):
@@ -93,7 +96,7 @@ def refusal(*arguments, **settings):
 
 def run(*arguments, exit_code=0, preamble=""):
     """Run the command in a forked process, after the code in `preamble`."""
-    code = f"import sys, data.prepare.prepare as p\n{preamble}\nsys.exit(p.cli())"
+    code = f"import sys, data.prepare as p\n{preamble}\nsys.exit(p.cli())"
     done = forked.run("-c", [code, *map(str, arguments)], 0, environment())
     assert done.returncode == exit_code, done.stdout + done.stderr
     return done
@@ -124,7 +127,7 @@ def test_in_validation_keeps_the_fraction():
     assert abs(fraction - 0.05) < 0.007  # standard error 0.0015
 
 
-def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_parts, monkeypatch):
+def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_blocks, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     documents = make_documents(50)
     # Line endings of txt files are read as \n.
@@ -164,7 +167,7 @@ def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_parts, monkey
 
 @pytest.mark.parametrize("piece", range(1, 30))
 def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
+    monkeypatch.setattr(data.sources, "CHUNK", piece)
     documents = ["one", "", "two <|en", "|end|>", "last"]
     (tmp_path / "a.txt").write_text("<|end|>".join(documents))
     found = [""]
@@ -210,7 +213,7 @@ def test_prepare_reads_split_of_dataset_on_disk(tmp_path, monkeypatch):
     assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
 
 
-def test_max_tokens_does_not_cut_separate_validation_file(tmp_path, small_parts):
+def test_max_tokens_does_not_cut_separate_validation_file(tmp_path, small_blocks):
     write_jsonl(tmp_path / "train.jsonl", make_documents(100))
     held_out = make_documents(60, seed=1)
     write_jsonl(tmp_path / "val.jsonl", held_out)
@@ -220,7 +223,7 @@ def test_max_tokens_does_not_cut_separate_validation_file(tmp_path, small_parts)
 
 
 @pytest.mark.parametrize("length", [2, 10, 999, 1000, 4000, 4001, 30_000])
-def test_tail_split_takes_last_tenth_of_characters(tmp_path, small_parts, length):
+def test_tail_split_takes_last_tenth_of_characters(tmp_path, small_blocks, length):
     text = make_text(length)[:length].replace("\r", " ")
     (tmp_path / "a.txt").write_text(text)
     make(tmp_path / "a.txt", tmp_path / "out", validation="tail:0.1")
@@ -244,6 +247,12 @@ def test_find_files_sorts_and_enters_folders(tmp_path, monkeypatch):
     for pattern in ("texts/**/*.txt", "texts/**", "t*/**/**/?.txt"):
         assert find_files(pattern) == ["texts/a.txt", "texts/b.txt", "texts/deep/c.txt"], pattern
     assert find_files("**/deep/*.txt") == find_files("texts/*/c.txt") == ["texts/deep/c.txt"]
+
+
+def test_find_files_ignores_apple_double_files(tmp_path):
+    for name in ("a.txt", "._a.txt"):
+        (tmp_path / name).write_text(name)
+    assert find_files(f"{tmp_path}/*.txt") == find_files(f"{tmp_path}/**") == [str(tmp_path / "a.txt")]
 
 
 def test_prepare_refuses_broken_link(tmp_path):
@@ -388,10 +397,19 @@ def test_prepare_reports_smaller_trained_vocabulary(requested, expected_size, tm
     source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
     words = ["--source", source, "--tokenizer", f"train:{requested}", "--out", tmp_path / "out", "--num_workers", 1]
     monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
-    assert data.prepare.prepare.cli() == 0
+    assert data.prepare.cli() == 0
     vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
     num_messages = capsys.readouterr().out.count(f"train:{requested} became train:{vocab_size}: ")
     assert (vocab_size, num_messages) == (expected_size, requested != expected_size)
+
+
+def test_tokenizer_is_trained_on_long_text_without_spaces(tmp_path):
+    """The time grows with the square of a word's length, so words are cut."""
+    generator = random.Random(0)
+    save_tokenizer("train:300", tmp_path, ["".join(generator.choices("acgt", k=3_000_000))])
+    tokenizer, facts = load_tokenizer(tmp_path)
+    assert facts["vocab_size"] == 300 and len(tokenizer.encode("acgtacgtacgt").ids) < 8
+    assert "FixedLength" not in tokenizer.to_str()
 
 
 def test_byte_tokenizer_maps_bytes_to_themselves(tmp_path):
@@ -420,7 +438,7 @@ def test_trained_tokenizer_is_lossless_and_deterministic(tmp_path, bpe):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_document_in_pieces_has_same_tokens(tmp_path, small_parts, bpe, seed):
+def test_document_in_pieces_has_same_tokens(tmp_path, small_blocks, bpe, seed):
     document = make_text(40_000, seed)
     make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0")
     tokenizer, facts = load_tokenizer(bpe)
@@ -429,7 +447,7 @@ def test_document_in_pieces_has_same_tokens(tmp_path, small_parts, bpe, seed):
     assert len(starts) == 2 and starts[1] > 10, "the document is cut into many pieces, of which the first begins it"
     whole = [facts["end_of_text"], *tokenizer.encode(document).ids]
     assert sum(made[: starts[1]], []) == whole
-    assert max(map(len, made)) <= 2 * data.prepare.prepare.PIECE
+    assert max(map(len, made)) <= 2 * data.prepare.PIECE
 
 
 def test_cut_point_does_not_change_tokens(bpe):
@@ -464,27 +482,36 @@ def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
 # Deterministic and resumable
 
 
-def test_prepare_is_independent_of_worker_count(tmp_path, small_parts):
+def test_prepare_is_independent_of_worker_count(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
+    monkeypatch.setattr(data.prepare, "BATCH", 4)
     for workers in (1, 3):
         make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "3")
-    assert len(tokens_of(tmp_path / "1")) > 20
+    assert len(tokens_of(tmp_path / "1")) > 10
 
 
-SMALL_PARTS = "p.PART, p.PIECE = 20_000, 2000"
-KILL_AT_THIRD_PART = """
-def update(bar, num_bytes, parts=[]):
-    parts.append(num_bytes)
-    if len(parts) == 3:
+SMALL_BLOCKS = "p.BLOCK, p.FILE, p.PIECE, p.BATCH = 20_000, 20_000, 2000, 16"
+KILL = {
+    "encoding": """
+import datasets
+map_block = datasets.Dataset.map
+def map_and_stop(*args, new_fingerprint, **settings):
+    if new_fingerprint == "000002":
         p.os.kill(p.os.getpid(), 9)
-p.tqdm.update = update
-"""
+    return map_block(*args, new_fingerprint=new_fingerprint, **settings)
+datasets.Dataset.map = map_and_stop
+""",
+    "saving": """
+import datasets
+datasets.Dataset.save_to_disk = lambda *args, **settings: p.os.kill(p.os.getpid(), 9)
+""",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
-def test_prepare_resumes_after_kill(tmp_path, streaming):
+@pytest.mark.parametrize("moment, streaming", [("encoding", False), ("encoding", True), ("saving", False)])
+def test_prepare_resumes_after_kill(tmp_path, moment, streaming):
     folder = tmp_path / "source"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", make_documents(900))
@@ -492,70 +519,72 @@ def test_prepare_resumes_after_kill(tmp_path, streaming):
     arguments = ["--source", folder if streaming else folder / "*.jsonl", "--tokenizer", "byte"]
     arguments += ["--validation", "hash:0.1", "--num_workers", 2, *["--streaming"] * streaming]
     out, whole, work = tmp_path / "out", tmp_path / "whole", tmp_path / "out.partial"
-    run(*arguments, "--out", whole, preamble=SMALL_PARTS)
+    run(*arguments, "--out", whole, preamble=SMALL_BLOCKS)
     command = [*arguments, "--out", out]
-    run(*command, preamble=SMALL_PARTS + KILL_AT_THIRD_PART, exit_code=-signal.SIGKILL)
-    assert not out.exists() and len(list((work / "parts").glob("*.json"))) >= 3
-    run(*command, preamble=SMALL_PARTS)
+    run(*command, preamble=SMALL_BLOCKS + KILL[moment], exit_code=-signal.SIGKILL)
+    assert not out.exists() and work.exists()
+    run(*command, preamble=SMALL_BLOCKS)
     assert tokens_of(out) == tokens_of(whole) and len(tokens_of(out)) > 10
     assert not work.exists() and content(out).keys() == content(whole).keys()
 
 
-INTERRUPT_IN_SECOND_PART = """
+INTERRUPT = """
 import os, signal, sys, threading, time
-make_part = p.make_part
-def stop(folder, encode, types, index, texts):
-    if index == 1:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        time.sleep(60)  # as long as a part in a thread, or training the tokenizer
-        print("not interrupted", file=sys.stderr)
-    return make_part(folder, encode, types, index, texts)
-p.make_part = stop
+main = os.getpid()
+def stop(*args):
+    threading.Timer(0.2, os.kill, (main, signal.SIGINT)).start()
+    open(sys.argv[2] + ".pid", "w").write(str(os.getpid()))
+    time.sleep(60)  # as long as a block in a thread or a process, or training the tokenizer
+    print("not interrupted", file=sys.stderr)
+p.encode_text = stop
 """
 
 
-def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path):
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path, num_workers):
     source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
-    command = ["--source", source, "--tokenizer", "byte", "--num_workers", 1, "--out", out, "--validation", "hash:0.1"]
-    stopped = run(*command, preamble=SMALL_PARTS + INTERRUPT_IN_SECOND_PART, exit_code=130)
+    command = ["--source", source, "--tokenizer", "byte", "--num_workers", num_workers, "--out", out]
+    command += ["--validation", "hash:0.1"]
+    stopped = run(*command, preamble=SMALL_BLOCKS + INTERRUPT, exit_code=130)
     assert "Traceback" not in stopped.stderr and "not interrupted" not in stopped.stderr
     assert stopped.stderr.endswith("prepare: interrupted; run the same command again to resume\n")
-    first = tmp_path / "out.partial" / "parts" / "000000.json"
-    assert first.exists() and not out.exists()
-    run(*command, preamble=SMALL_PARTS)
-    assert "".join(texts(out)) and not first.exists()
+    process = Path(f"/proc/{(tmp_path / 'a.jsonl.pid').read_text()}/stat")
+    for _ in range(100):
+        if not process.exists() or process.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the process that encodes is left")
+    assert (tmp_path / "out.partial" / "cache").exists() and not out.exists()
+    run(*command, preamble=SMALL_BLOCKS)
+    assert "".join(texts(out)) and not (out / "cache").exists()
 
 
-def test_prepare_does_not_redo_finished_parts(tmp_path, small_parts, monkeypatch):
+def test_prepare_encodes_only_missing_blocks(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     make(source, tmp_path / "whole")
-    monkeypatch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)  # fail just before the end
-    with pytest.raises(ZeroDivisionError):
-        make(source, tmp_path / "out")
-    monkeypatch.undo()
-    monkeypatch.setattr(data.prepare.prepare, "PIECE", 2000)
-    monkeypatch.setattr(data.prepare.prepare, "PART", 3000)
-    work = tmp_path / "out.partial"
-    lost = sorted((work / "parts").iterdir())[1]
-    lost.unlink()
-    times = {path.name: path.stat().st_mtime_ns for path in work.glob("train/*.arrow")}
-    assert not (tmp_path / "out").exists() and len(times) > 3
+    with monkeypatch.context() as patch:
+        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)  # fail just before the end
+        with pytest.raises(ZeroDivisionError):
+            make(source, tmp_path / "out")
+    (tmp_path / "out.partial" / "cache" / "000001.arrow").unlink()
+    encoded, encode = [], data.prepare.encode_text
+    monkeypatch.setattr(data.prepare, "encode_text", lambda *args: encoded.append(args) or encode(*args))
     make(source, tmp_path / "out")
-    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("train/*.arrow")}
-    assert {name for name in times if times[name] != again[name]} == {lost.stem + ".arrow"}
-    assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole")
+    assert 5 < len(encoded) < 50
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     make(source, tmp_path / "out")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_max_tokens_is_independent_of_worker_count(tmp_path, small_parts, workers):
+def test_max_tokens_is_independent_of_worker_count(tmp_path, small_blocks, workers):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(200))
     make(source, tmp_path / "all")
     metadata = make(source, tmp_path / "out", max_tokens=9000, num_workers=workers)
-    some, everything = tokens_of(tmp_path / "out"), tokens_of(tmp_path / "all")
-    assert 9000 <= metadata["train"]["tokens"] < 9000 + 3500 and some.items() < everything.items()
+    some, everything = rows(tmp_path / "out"), rows(tmp_path / "all")
+    assert 9000 <= metadata["train"]["tokens"] < 9000 + 3500 and some == everything[: len(some)] != everything
     for split in ("train", "validation"):
         assert metadata[split]["tokens"] == sum(len(row) for row in rows(tmp_path / "out", split))
 
@@ -618,7 +647,7 @@ def test_prepare_refuses_text_in_another_encoding(tmp_path, text, encoding, foun
 
 def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
     """The limit is a fraction of the text, also when the invalid bytes come first."""
-    monkeypatch.setattr(data.prepare.sources, "CHUNK", 200)
+    monkeypatch.setattr(data.sources, "CHUNK", 200)
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
     assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1000)
@@ -627,7 +656,7 @@ def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
     assert "NUL" in refusal(tmp_path / "a.txt", tmp_path / "nul")
 
 
-def test_source_detects_file_changed_while_read(tmp_path, small_parts):
+def test_source_detects_file_changed_while_read(tmp_path, small_blocks):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, make_documents(100))
     reading = iter(Source(str(path)))
@@ -638,10 +667,10 @@ def test_source_detects_file_changed_while_read(tmp_path, small_parts):
         list(reading)
 
 
-def test_prepare_refuses_to_resume_with_changed_source(tmp_path, small_parts, monkeypatch):
+def test_prepare_refuses_to_resume_with_changed_source(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
+        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source, tmp_path / "out")
     write_jsonl(source, make_documents(101))
@@ -663,43 +692,20 @@ def test_prepare_detects_changed_folder(tmp_path, bpe, monkeypatch, what):
     assert "is not what this command would make" in refusal(*arguments)
 
 
-def test_prepare_rebuilds_damaged_partial_files(tmp_path, small_parts, monkeypatch):
-    source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
-    make(source, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare.os, "rename", lambda *paths: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make(source, tmp_path / "out")
-    damaged, *_, lost = sorted((tmp_path / "out.partial" / "train").iterdir())
-    damaged.write_bytes(damaged.read_bytes()[:-9] + bytes(9))
-    lost.unlink()
-    (tmp_path / "out.partial" / "parts" / "000001.json").write_text('{"train": 3')
-    make(source, tmp_path / "out")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
 def test_prepare_syncs_files_before_renaming(tmp_path, monkeypatch):
-    """Every file is synced before it is renamed, and its folder right after."""
-    events, originals = [], {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    """Every file and folder of a corpus is synced before it gets its name."""
+    events, originals = [], {name: getattr(os, name) for name in ("fsync", "rename")}
     monkeypatch.setattr(
-        os, "fsync", lambda fd: events.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))) or originals["fsync"](fd)
+        os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or originals["fsync"](fd)
     )
-    for name in ("replace", "rename"):
-        move = originals[name]
-        monkeypatch.setattr(os, name, lambda a, b, move=move: events.append(("move", str(a), str(b))) or move(a, b))
+    monkeypatch.setattr(os, "rename", lambda a, b: events.append((str(a), str(b))) or originals["rename"](a, b))
     make(write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out")
-    ours = [event for event in events if str(tmp_path) in event[1]]
-    moves = [i for i, event in enumerate(ours) if event[0] == "move"]
-    assert len(moves) == 7  # the request, the tokenizer, two files of tokens, the part, metadata.json, the whole
-    for i in moves:
-        _, before, after = ours[i]
-        if after == str(tmp_path / "out"):
-            assert ours[i - 1] == ("fsync", before) and ours[i + 1] == ("fsync", str(tmp_path))
-        elif after.endswith("/tokenizer"):
-            assert {("fsync", f"{before}/tokenizer.json"), ("fsync", before)} <= set(ours[:i])
-            assert ("fsync", os.path.dirname(after)) in ours[i:]
-        else:
-            assert ours[i - 1] == ("fsync", before) and ours[i + 1] == ("fsync", os.path.dirname(after))
+    renamed = events.index((f"{tmp_path}/out.partial", f"{tmp_path}/out"))
+    made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    expected = {f"{tmp_path}/out.partial/{path}" for path in made} | {f"{tmp_path}/out.partial"}
+    temporary = re.compile(r"(tokenizer|metadata\.json)\.tmp")
+    assert {temporary.sub(r"\1", event) for event in events[:renamed] if isinstance(event, str)} >= expected
+    assert events[renamed + 1] == str(tmp_path)
 
 
 def test_prepare_refuses_text_unknown_to_tokenizer(tmp_path):
@@ -783,7 +789,7 @@ def test_prepare_names_invalid_setting_and_remedy(tmp_path, settings, named):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_prepare_removes_partial_files_of_refused_source(tmp_path, small_parts):
+def test_prepare_removes_partial_files_of_refused_source(tmp_path, small_blocks):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     source.write_text(source.read_text() + "{")
     assert "a.jsonl" in refusal(source, tmp_path / "out")
@@ -826,7 +832,7 @@ def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
     assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare.prepare, "PIECE", 19)  # panics at the cut of a document
+        patch.setattr(data.prepare, "PIECE", 19)  # panics at the cut of a document
         assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
     make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]
@@ -849,9 +855,10 @@ def test_prepare_resumes_after_full_disk(tmp_path):
     try:
         source = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
         arguments = ["--source", source, "--tokenizer", "byte", "--out", disk / "out", "--num_workers", 2]
-        setting = "p.PART = 20_000"
+        setting = "p.BLOCK = 20_000"
         done = run(*arguments, exit_code=2, preamble=setting)
         assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        assert f"The disk of {disk / 'out'} is full; make room and run the same command again" in done.stderr
         assert not (disk / "out").exists()
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         run(*arguments, preamble=setting)

@@ -1,23 +1,35 @@
-"""Sources of a corpus's text: files and datasets, read as documents in a fixed order."""
+"""Sources of a corpus's text: files and datasets, read as documents in a fixed order.
 
+Files are UTF-8, or UTF-16 or UTF-32 with a byte order mark; a file that is probably in another encoding is refused.
+"""
+
+import codecs
+import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet
 
 from config.errors import ConfigError
 from data import chat
-from data.prepare.encoding import check_decoded, open_text
 
 CHUNK = 2**19  # characters of a txt file that are read at once
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
+
+# The longest first: the mark of UTF-16-LE is a prefix of the mark of UTF-32-LE.
+BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
+BYTE_ORDER_MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+MIN_CHARACTERS = 2**19  # after so many, replacements are checked before the end of the file, too
+MAX_REPLACED, MAX_FRACTION_REPLACED = 10, 0.002  # German in ISO-8859-1 has one per 70 characters
 
 
 @dataclass
@@ -71,10 +83,6 @@ class Source:
                 raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
                 raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
-
-    def stream_state(self) -> dict | None:
-        """Return the state from which a stream resumes after the current document; None for files."""
-        return self.dataset.state_dict() if self.streaming else None
 
     def shared_with(self, other: "Source") -> str | None:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
@@ -192,3 +200,35 @@ def get_file_type(file: str) -> str:
 def _identity(file: str) -> tuple[int, int] | str:
     """Return a key that is equal for all links to a file."""
     return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
+
+
+def open_text(file: str, errors: str) -> io.TextIOWrapper:
+    """Open a file, .gz and .zst included, as text without a byte order mark; line ends become line feeds."""
+    stream = io.BufferedReader(pa.input_stream(file, compression="detect"))
+    start = stream.peek(4)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), "utf-8-sig")
+    return io.TextIOWrapper(stream, encoding, errors)
+
+
+def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
+    """Yield the pieces of a file's text after checking that the file has the encoding that it was decoded with.
+
+    Raises:
+        ValueError: the text has a NUL, or too many characters were replaced.
+    """
+    remedy = f"make it UTF-8, as by iconv -f ENCODING -t UTF-8 {file!r}"
+    characters = replaced = 0
+
+    def check_replaced() -> None:
+        if replaced > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
+            found = f"{replaced:,} of its first {characters:,} characters are not UTF-8, or are U+FFFD already"
+            raise ValueError(f"{found}; {remedy}")
+
+    for text in texts:
+        if "\0" in text:  # every other byte of Latin text in UTF-16 without a byte order mark
+            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {remedy}")
+        characters, replaced = characters + len(text), replaced + text.count("\ufffd")
+        if characters >= MIN_CHARACTERS:
+            check_replaced()
+        yield text
+    check_replaced()

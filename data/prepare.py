@@ -1,9 +1,9 @@
 """Make a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
 
-The text is read and cut into parts, which threads encode in parallel; each part is one Arrow file per split.
-Where a part ends depends on the text alone, so the files are the same bytes for any number of threads. They are written
-into DIR.partial, which is renamed to DIR at the end; after a kill the same command makes only the missing parts. The
-result is DIR/train/*.arrow, DIR/validation/*.arrow, DIR/tokenizer and DIR/metadata.json.
+The documents are read in blocks (data/sources.py). `datasets` encodes each block with --num_workers processes, and
+caches the tokens in DIR.partial, so the same command resumes after a kill. At the end the tokens of both splits are
+saved, and DIR.partial is renamed to DIR. The result, the same bytes for any number of processes, is DIR/train and
+DIR/validation (`datasets.load_from_disk` opens them), DIR/tokenizer and DIR/metadata.json.
 
 A row of column input_ids is an end-of-text token and a document. A document of more than a million characters has
 several rows, and only the first begins with that token. So the flat buffer of the column is the stream of tokens, and
@@ -13,38 +13,39 @@ With conversations, a row is one conversation, rendered by the tokenizer's chat 
 assistant_masks, is 1 at the tokens of answers (data/chat_template.py).
 """
 
+import ctypes
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from glob import escape
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from cli.output import ignore_failed_prints, printable
 from config.errors import ConfigError
 from config.parser import parse_tool
 from config.paths import expand_user_path
 from data import chat, chat_template
-from data.files import folder_written_atomically, fsync, lock, reason_absent, write_atomically
-from data.integrity import SPLITS, content_hash, file_stamp, metadata_digest, open_columns, read_metadata
-from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
+from data.files import folder_written_atomically, fsync, lock, reason_absent, sha256, write_atomically
+from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata
+from data.sources import Source, find_files, get_file_type, get_source_stamp
 from data.tokenizer import (
     NAMES,
     load_tokenizer,
@@ -55,18 +56,16 @@ from data.tokenizer import (
 )
 from model.field_types import PositiveInt, UpTo1024
 
-COUNTS = ("documents", "tokens", "bytes", "empty_documents", "replacement_characters")
+COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
 CONTEXT = 1000  # characters on each side of a cut, encoded to test it
-PART = 2**24  # minimum characters of the text of one part
-PART_FILE = "parts/{:06d}.json"  # what make_part returned, kept until the corpus is complete
+BATCH = 64  # rows that a process encodes and writes at once
+BLOCK = 2**26  # minimum characters of the text that is encoded and cached at once
+FILE = 2**27  # bytes of tokens in a file of the corpus, about
 TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of a txt file, from the start
 
 Text = tuple[str, bool, str | None]
 """A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""
-
-Part = tuple[list[tuple[str, bool, str]], dict | None]
-"""Pieces of documents as (text, whether it is the first one, split), and the state of a stream after them."""
 
 
 @dataclass
@@ -102,11 +101,11 @@ class PrepareConfig:
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the part of the corpus, of about 16 million characters, that reaches this many training tokens. A
+    """Stop after the block of the corpus, of about 64 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
 
     num_workers: UpTo1024 = os.cpu_count() or 1
-    """Threads that encode text. The corpus is the same for any number."""
+    """Processes that encode text. The corpus is the same for any number."""
 
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
@@ -175,56 +174,57 @@ def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Sourc
             buffer = ""
 
 
-def collect_parts(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[Part]:
-    """Yield the pieces in parts of at least PART characters; `fraction` of the documents are for validation."""
-    part, size, begins = [], 0, True
-    for piece, ends, given in pieces:
-        if begins:
-            identity = chat.get_identity(piece) if source.conversations else piece
-            split = given or SPLITS[in_validation(identity, fraction)]
-        part.append((piece, begins, split))
-        size, begins = size + len(piece) + 1, ends
-        if size >= PART and (ends or not source.streaming):  # a stream's state can only be between two documents
-            yield part, source.stream_state()
-            part, size = [], 0
-    if part:
-        yield part, source.stream_state()
+def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[dict[str, list]]:
+    """Yield pieces in blocks of at least BLOCK characters; `fraction` of the documents are for validation.
 
-
-def make_part(folder: Path, encode: Callable, types: dict[str, pa.DataType], index: int, texts: Part) -> dict:
-    """Encode and write part `index`, then its counts and state as a JSON file, and return these.
-
-    A part that a killed process completed is only read. `encode` maps a piece, and whether it is the first one of
-    its document, to its text and its row: a list of integers for each column in `types`, or {} if it is empty.
+    A block has three lists: `text` of each piece, whether it `begins` its document, and whether it is for `validation`.
     """
-    if finished := _finished_part(folder, index):
-        return finished
-    pieces, state = texts
-    part = {"state": state}
-    for split in SPLITS:
-        rows, counts = [], Counter()
-        for text, begins, _ in (piece for piece in pieces if piece[2] == split):
-            text, columns = encode(text, begins)
-            counts.update(documents=begins and columns != {}, empty_documents=columns == {})
-            if columns:  # bytes of the text that the tokens encode
-                counts.update(bytes=len(text.encode()), replacement_characters=text.count("\ufffd"))
-                rows.append({name: np.array(columns[name], kind.to_pandas_dtype()) for name, kind in types.items()})
-        columns = {name: pa.array([row[name] for row in rows], pa.list_(kind)) for name, kind in types.items()}
-        batch, stream = pa.record_batch(columns), pa.BufferOutputStream()
-        with pa.ipc.new_stream(stream, batch.schema) as writer:
-            writer.write_batch(batch)
-        name, content = f"{split}/{index:06d}.arrow", stream.getvalue()
-        write_atomically(folder / name, content)
-        entry = {"file": name, "sha256": sha256(content).hexdigest(), "stamp": file_stamp(folder / name)}
-        part[split] = {**counts, "tokens": len(batch["input_ids"].values), **entry}
-    write_atomically(folder / PART_FILE.format(index), json.dumps(part).encode())
-    return part
+    block, size, begins = {"text": [], "begins": [], "validation": []}, 0, True
+    for text, ends, split in pieces:
+        if begins:
+            identity = chat.get_identity(text) if source.conversations else text
+            validation = in_validation(identity, fraction) if split is None else split == "validation"
+        for values, value in zip(block.values(), (text, begins, validation), strict=True):
+            values.append(value)
+        size, begins = size + len(text), ends
+        if size >= BLOCK:
+            yield block
+            block, size = {name: [] for name in block}, 0
+    if block["text"]:
+        yield block
+
+
+@lru_cache(maxsize=1)
+def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tuple[str, dict[str, list[int]]]]:
+    """Return a function from a piece, and whether it begins a document, to its text and columns of tokens.
+
+    The columns are {} if the piece is to be skipped. A tokenizer that is sent to another process would lose
+    `encode_special_tokens`; so each process loads it.
+    """
+    tokenizer, properties = load_tokenizer(folder)
+    if conversations:
+        return partial(chat_template.encode_row, chat_template.ChatTemplate(chat_template.open_tokenizer(folder)))
+    return partial(encode_text, tokenizer, properties["end_of_text"])
+
+
+def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch: dict[str, list]) -> dict[str, list]:
+    """Encode a batch of a block: a list for each column in `dtypes`, and what each piece adds to COUNTS."""
+    columns: dict[str, list] = {name: [] for name in [*dtypes, *COUNTS]}
+    for text, begins in zip(batch["text"], batch["begins"], strict=True):
+        text, encoded = load_encoder(folder, conversations)(text, begins)
+        row: dict[str, Any] = {name: np.array(encoded.get(name, ()), dtype) for name, dtype in dtypes.items()}
+        row |= dict.fromkeys(COUNTS, 0) | {"tokens": len(row["input_ids"]), "empty_documents": int(not encoded)}
+        if encoded:  # bytes of the text that the tokens encode
+            row |= {"documents": int(begins), "bytes": len(text.encode())}
+            row["replacement_characters"] = text.count("\ufffd")
+        for name, value in row.items():
+            columns[name].append(value)
+    return columns
 
 
 def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool) -> tuple[str, dict[str, list[int]]]:
-    """Encode a piece of text for make_part."""
+    """Encode a piece of text; return it and its columns, {} if it is empty."""
     with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that begins {text[:40]!r}"):
-        # Unlike `encode`, this releases the GIL.
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     if end_of_text in encoding.ids:  # possible with a word-level tokenizer
         problem = f"it encodes characters as its end of text, in a text that begins {text[:40]!r}; take them out"
@@ -232,21 +232,12 @@ def encode_text(tokenizer: Tokenizer, end_of_text: int, text: str, begins: bool)
     return text, {"input_ids": [end_of_text] * begins + encoding.ids} if text else {}
 
 
-def _finished_part(folder: Path, index: int) -> dict | None:
-    """Return what make_part returned for a part whose files have not changed since, else None."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        part = json.loads((folder / PART_FILE.format(index)).read_bytes())
-        if all(file_stamp(folder / part[split]["file"]) == part[split]["stamp"] for split in SPLITS):
-            return part
-    return None
-
-
 def prepare(config: PrepareConfig) -> dict:
     """Make the corpus, or resume after a killed process; return its metadata.
 
     Raises:
-        ConfigError: a setting or an input is wrong. Finished parts are removed, except those of a stream.
-        OSError: the corpus cannot be written. Finished parts stay; the same command resumes.
+        ConfigError: a setting or an input is wrong. The cache is removed.
+        OSError: the corpus cannot be written. The cache stays; the same command resumes.
     """
     out = expand_user_path("out", config.out).absolute()
     source, held_out = _open_sources(config)
@@ -263,12 +254,12 @@ def prepare(config: PrepareConfig) -> dict:
         raise ConfigError(f"tokenizer: {problem}; use {NAMES}")
     _check_conversations(config, source, held_out)
     work = Path(f"{out}.partial")
-    for name in ("parts", *SPLITS):
-        (work / name).mkdir(parents=True, exist_ok=True)
-    with open(work / "parts" / "lock", "w") as lock_file:
+    cache = work / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock_file:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")
-        request_file, content = work / "parts" / "request", json.dumps(request).encode()
+        request_file, content = cache / "request", json.dumps(request).encode()
         # The tokenizer is the first file that depends on the request.
         if (work / "tokenizer").exists() and request_file.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
@@ -276,14 +267,13 @@ def prepare(config: PrepareConfig) -> dict:
         try:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         except ConfigError:
-            if not config.streaming:  # a stream may have lost its connection, and can resume
-                shutil.rmtree(work)
+            shutil.rmtree(work)
             raise
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())
         os.rename(work, out)
         fsync(out.parent)
-    shutil.rmtree(out / "parts")
+    shutil.rmtree(out / "cache")
     return metadata
 
 
@@ -334,46 +324,78 @@ def _check_conversations(config: PrepareConfig, source: Source, held_out: Source
 
 
 def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None, work: Path) -> dict:
-    if not (work / "tokenizer").exists():
+    load_encoder.cache_clear()
+    folder = work / "tokenizer"
+    if not folder.exists():
         texts = (chat.get_content(text) if source.conversations else text for text, _ in islice(source, TRAINING_TEXTS))
-        with folder_written_atomically(work / "tokenizer") as folder:
-            save_tokenizer(config.tokenizer, folder, texts)
-    tokenizer, properties = load_tokenizer(work / "tokenizer")
-    types = {"input_ids": pa.uint16() if properties["vocab_size"] <= 2**16 else pa.uint32()}
-    encode = partial(encode_text, tokenizer, properties["end_of_text"])
+        with folder_written_atomically(folder) as temporary:
+            save_tokenizer(config.tokenizer, temporary, texts)
+    tokenizer, properties = load_tokenizer(folder)
+    dtypes = {"input_ids": "uint16" if properties["vocab_size"] <= 2**16 else "uint32"}
     if source.conversations:
-        template = chat_template.ChatTemplate(chat_template.open_tokenizer(work / "tokenizer"))
-        encode, types["assistant_masks"] = partial(chat_template.encode_row, template), pa.uint8()
-
-    parts, max_tokens = [], config.max_tokens or math.inf
-    if config.streaming:  # finished parts need not be downloaded again
-        while _total(parts, "tokens", ["train"]) < max_tokens and (part := _finished_part(work, len(parts))):
-            source.dataset.load_state_dict(part["state"])
-            parts.append(part)
+        dtypes["assistant_masks"] = "uint8"
+    encode = partial(encode_rows, folder, bool(source.conversations), dtypes)
     pieces = cut_documents(split_documents(source, config.validation, held_out), tokenizer, source)
-    to_make = collect_parts(pieces, _parse_validation(config)[1], source)
-    with tqdm(desc="Encoding", unit="B", unit_scale=True, initial=_total(parts, "bytes")) as bar:
-        for part in _make_parts(partial(make_part, work, encode, types), len(parts), to_make, config.num_workers):
-            if _total(parts, "tokens", ["train"]) >= max_tokens:
-                break
-            parts.append(part)
-            bar.update(_total([part], "bytes"))
-    num_train, num_validation = (_total(parts, "documents", [split]) for split in SPLITS)
-    _refuse_empty_split(config, num_train, num_validation)
-    hashes = {part[split]["file"]: part[split]["sha256"] for part in parts for split in SPLITS}
-    for unused in {str(file.relative_to(work)) for file in work.glob("*/*.arrow")} - hashes.keys():
-        (work / unused).unlink()  # encoded before max_tokens was known to be reached
-    counts: dict[str, Any] = {split: {name: _total(parts, name, [split]) for name in COUNTS} for split in SPLITS}
-    validation_files = sorted(work.glob("validation/*.arrow"))
-    counts["validation"]["text"] = _hash_text(tokenizer, properties["end_of_text"], validation_files)
+    encoded = encode_blocks(
+        read_blocks(pieces, _parse_validation(config)[1], source), encode, dtypes, work / "cache", config
+    )
+    frame = encoded.select_columns(["validation", *COUNTS]).to_pandas()
+    sums = frame.groupby("validation").sum().reindex([False, True], fill_value=0)
+    counts: dict[str, Any] = dict(zip(SPLITS, sums.to_dict("records"), strict=True))
+    _refuse_empty_split(config, *(counts[split]["documents"] for split in SPLITS))
+    files = {}
+    for split in SPLITS:
+        kept = np.flatnonzero((frame.validation == (split == "validation")) & (frame.tokens > 0))
+        num_files = counts[split]["tokens"] * np.dtype(dtypes["input_ids"]).itemsize // FILE + 1
+        rows = encoded.select(kept, new_fingerprint=split).select_columns([*dtypes])
+        rows.save_to_disk(work / split, num_shards=max(min(num_files, len(kept)), 1))
+        files |= {f"{split}/{file.name}": file for file in sorted((work / split).glob("*.arrow"))}
+        for written in (*(work / split).iterdir(), work / split):
+            fsync(written)
+    hashes = {name: sha256(file) for name, file in files.items()}
+    validation = [file for name, file in files.items() if name.startswith("validation")]
+    counts["validation"]["text"] = _hash_text(tokenizer, properties["end_of_text"], validation)
     return {
         "tokenizer": {"name": config.tokenizer, **properties},
         **counts,
         **({"conversations": True} if source.conversations else {}),
         "hash": content_hash(properties["hash"], hashes),
-        "files": {file: {"bytes": (work / file).stat().st_size, "sha256": sha} for file, sha in hashes.items()},
+        "files": {name: {"bytes": file.stat().st_size, "sha256": hashes[name]} for name, file in files.items()},
         "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
     }
+
+
+def encode_blocks(
+    blocks: Iterable[dict[str, list]], encode: Callable, dtypes: dict[str, str], cache: Path, config: PrepareConfig
+) -> Any:
+    """Return a Dataset of the encoded blocks, as far as `max_tokens`; those in the cache are not encoded again."""
+    import datasets  # slow to import
+
+    features = {"validation": datasets.Value("bool"), **{name: datasets.Value("int64") for name in COUNTS}}
+    features |= {name: datasets.List(datasets.Value(dtype)) for name, dtype in dtypes.items()}
+    encoded, num_tokens = [], 0
+    for index, block in enumerate(blocks):
+        num_processes = min(config.num_workers, -(-len(block["text"]) // BATCH))
+        encoded.append(
+            datasets.Dataset.from_dict(block).map(
+                encode,
+                batched=True,
+                batch_size=BATCH,
+                writer_batch_size=BATCH,
+                remove_columns=["text", "begins"],
+                features=datasets.Features(features),
+                num_proc=num_processes if num_processes > 1 else None,  # None: in this process
+                cache_file_name=str(cache / f"{index:06d}.arrow"),
+                new_fingerprint=f"{index:06d}",
+                desc="Encoding",
+            )
+        )
+        num_tokens += np.dot(encoded[-1]["tokens"], np.logical_not(block["validation"]))
+        if num_tokens >= (config.max_tokens or math.inf):
+            break
+    if not encoded:
+        raise ConfigError(f"source: {config.source!r}: no text")
+    return datasets.concatenate_datasets(encoded)
 
 
 def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str | None:
@@ -383,9 +405,10 @@ def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
         return None
     bytes_of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # a text has no NUL
     for file in files:
-        tokens = np.from_dlpack(open_columns(file)[0].values)
-        for start in range(0, len(tokens), PIECE):
-            hashed.update(b"".join(map(bytes_of_token.__getitem__, tokens[start : start + PIECE].tolist())))
+        for column, *_ in open_columns(file):
+            tokens = np.from_dlpack(column.values)
+            for start in range(0, len(tokens), PIECE):
+                hashed.update(b"".join(map(bytes_of_token.__getitem__, tokens[start : start + PIECE].tolist())))
     return hashed.hexdigest()
 
 
@@ -401,36 +424,41 @@ def _refuse_empty_split(config: PrepareConfig, num_train: int, num_validation: i
         raise ConfigError(f"{problem}; {remedy}")
 
 
-def _make_parts(make: Callable, first: int, texts: Iterable[Part], num_workers: int) -> Iterator[dict]:
-    pending: deque[Future] = deque()
-    with ThreadPoolExecutor(num_workers) as pool:
-        for index, part in enumerate(texts, start=first):
-            pending.append(pool.submit(make, index, part))
-            if len(pending) > num_workers:  # bounds the memory: one part is read ahead
-                yield pending.popleft().result()
-        yield from (future.result() for future in pending)
-
-
-def _total(parts: list[dict], name: str, splits: Iterable[str] = SPLITS) -> int:
-    return sum(part[split].get(name, 0) for part in parts for split in splits)
+def end_with_parent() -> None:
+    """Make Linux end this process, a child that encodes, when the process that started it ends."""
+    with suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def cli() -> int:
     """Run from the command line; return the exit code."""
     ignore_failed_prints()
+    os.register_at_fork(after_in_child=end_with_parent)
     try:
         config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
-        # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer.
-        metadata = ThreadPoolExecutor(1).submit(prepare, config).result()
+        # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer. Its processes
+        # inherit the blocked signal.
+        block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
+        metadata = ThreadPoolExecutor(1, initializer=block).submit(prepare, config).result()
     except (ConfigError, OSError) as error:
         print("prepare: error:", printable(str(error), kept="\n"), file=sys.stderr)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            print(f"The disk of {config.out} is full; make room and run the same command again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
-        os._exit(130)  # does not wait for threads in the middle of a part
+        os._exit(130)  # does not wait for the thread
     trained = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != trained and config.tokenizer.startswith("train:"):
         print(f"tokenizer: {config.tokenizer} became {trained}: the source has no more pairs of tokens to merge")
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0
+
+
+if __name__ == "__main__":
+    # Processes that encode find the functions of a module by its name, which is not "__main__".
+    from data.prepare import cli as run
+
+    sys.exit(run())
