@@ -9,12 +9,12 @@ from tools.compare import CompareConfig
 from tools.jobs.runner import JobRunner
 from tools.plot import save_loss_curve
 from tools.replay import ReplayConfig
-from tools.sweep.settings import SweepConfig
+from tools.sweep import SweepConfig
 
 TOOLS = {
     "tools.compare": (CompareConfig, "RUN FOLDER/runs/run --out null", "tools.compare"),
     "tools.replay": (ReplayConfig, "RUN 3 --num_sequences 1", "tools.replay"),
-    "tools.sweep": (SweepConfig, "--config FOLDER/recipe.yaml --name run --out_dir RUN/..", "tools.sweep.command"),
+    "tools.sweep": (SweepConfig, "--config FOLDER/recipe.yaml --name run --out_dir RUN/..", "tools.sweep"),
 }
 
 

@@ -19,8 +19,7 @@ from config.resolve import given_model_settings
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.support import forked
 from tools.jobs import runner
-from tools.sweep.command import SweepConfig, main
-from tools.sweep.grid import plan_sweep, split_values, write_run_config
+from tools.sweep import SweepConfig, main, plan_sweep, split_values, write_run_config
 
 # In place of train.py: writes the files of a run, and ends as `endings` names.
 FAKE = """
@@ -206,7 +205,7 @@ def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
 
 def test_changed_code_ends_sweep(sweep, monkeypatch, capsys):
     hashes = iter(["a", "b", "b"])
-    monkeypatch.setattr("tools.sweep.command.code_hash", lambda: "a")
+    monkeypatch.setattr("tools.sweep.code_hash", lambda: "a")
     monkeypatch.setattr("tools.jobs.runner.code_hash", lambda: next(hashes))
     assert sweep("--seed", "0,1,2", error=RunError) == ["tiny_stories-seed_0"]
     assert "tiny_stories-seed_1: not started" in capsys.readouterr().out
@@ -301,7 +300,7 @@ def test_own_options_may_be_anywhere(monkeypatch, capsys):
     assert parse_tool(SweepConfig, "tools.sweep", words) == SweepConfig(["--name", "", "--seed", "0,1", ""], launch="")
     monkeypatch.setattr(sys, "argv", ["tools.sweep", "--seed", "0,x", "--launch=python"])
     streams = sys.stdout, sys.stderr
-    assert scripts.run_script("tools.sweep", SweepConfig, needs_torch=False, module="tools.sweep.command") == 2
+    assert scripts.run_script("tools.sweep", SweepConfig, needs_torch=False) == 2
     sys.stdout, sys.stderr = streams
     assert "tools.sweep: error: " in capsys.readouterr().err
 

@@ -86,19 +86,6 @@ def _crossing_error(boundary: float, sums: np.ndarray, density: np.ndarray, scal
     return float(density @ outside) - alpha
 
 
-def welch_p_value(first: list[float], second: list[float]) -> float | None:
-    """Return the two-sided p-value of Welch's t-test; None with fewer than two samples in a group.
-
-    It is valid for a single analysis, such as that of tools.compare.
-    """
-    if min(len(first), len(second)) < 2:
-        return None
-    ours, theirs = ((statistics.fmean(losses), statistics.stdev(losses), len(losses)) for losses in (first, second))
-    if ours[1] == theirs[1] == 0:
-        return float(ours[0] == theirs[0])
-    return float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue)
-
-
 @dataclass(frozen=True)
 class Difference:
     """Mean of the candidate minus mean of the baseline at one analysis, with its repeated confidence interval."""

@@ -1,20 +1,50 @@
-"""Plan the runs of a sweep, one for each combination of values, and check the runs that already exist."""
+"""Train many runs: python -m tools.sweep --optimizer.lr 1e-3,3e-4 --seed 0,1,2 [settings of train.py].
+
+Every setting with several values, separated by commas, is swept: each combination is a run, whose name ends in the
+swept values. Rerun the same command to resume. The table of tools.compare is printed at the end.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+
+from config.parser import PASSED_ON
+from model.field_types import PositiveInt
+
+
+@dataclass
+class SweepConfig:
+    """Trains a run for every combination of values of train.py's settings, as --optimizer.lr 1e-3,3e-4 --seed 0,1,2."""
+
+    arguments: list[str] = field(metadata=PASSED_ON)
+    """Settings of train.py; those to sweep have several values, separated by commas."""
+
+    jobs: PositiveInt | None = None
+    """Number of runs at once, each on a part of the cores or on its own GPU. null: one for each GPU, else one for each
+    core, but not more than 8; with `launch` one."""
+
+    launch: str | None = None
+    """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
+
+
+if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    from cli.scripts import run_and_exit
+
+    run_and_exit("tools.sweep", SweepConfig, needs_torch=False)
 
 import itertools
 import json
 import re
 import shlex
+import sys
 from collections import Counter
-from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from checkpoint.identity import compare_facts
+from checkpoint.identity import code_hash, compare_facts
 from checkpoint.manifest import readable_checkpoints
-from config.errors import ConfigError
+from config.errors import ConfigError, RunError
 from config.parser import parse_config
 from config.resolve import given_model_settings, replace_settings, with_stored_model
 from config.schema import TrainConfig, flat_settings
@@ -23,10 +53,58 @@ from run.reader import RunReader, surviving_sessions
 from run.resume import SCHEDULE_SETTINGS, check_resume, differing_settings
 from run.status import read_status
 from run.stored_settings import read_settings
+from tools import compare
+from tools.jobs.launch import Launch
+from tools.jobs.runner import JobRunner, Stopped, Training
 
+TRAIN = str(Path(__file__).parents[1] / "train.py")
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
 OPENING_BRACKETS, CLOSING_BRACKETS = "[{(", "]})"
 MAX_NAME_BYTES = 255 - len(".old-99")  # of a directory, with room for the suffix when it is moved aside
+
+
+def main(config: SweepConfig) -> None:
+    """Train the runs that are not finished, then compare all.
+
+    Raises:
+        ConfigError: a setting of one of the runs is wrong; none was started.
+        RunError: a run has failed; the others were trained.
+        SystemExit: with code 75 after a signal, or where a run was stopped; rerun the same command to resume.
+    """
+    launch = Launch.parse(config.launch)
+    facts = {"mixed_precision": launch.precision, "code": code_hash()}
+    runs = plan_sweep(config.arguments, facts)
+    runner = JobRunner(config.jobs or (1 if config.launch else None))
+    runner.code, runner.show_output = facts["code"], runner.max_running == 1
+    wanted, outcomes, error = {}, {}, None
+    for settings in runs:
+        path = run_path(settings)
+        if is_finished(settings) and launch.precision is not None:
+            outcomes[path] = "finished before"
+        else:
+            command = (*launch.command, TRAIN, "--config", str(write_run_config(settings)))
+            training = Training(path, settings.steps, command)
+            wanted[path] = replace(training, restart=training.is_finished())
+    try:
+        runner.train(wanted.values(), until_failure=False)
+    except Stopped:  # recorded in the outcomes, too
+        pass
+    except RunError as raised:
+        error = raised
+    outcomes |= {path: runner.outcomes.get(training, "not started") for path, training in wanted.items()}
+    paths = [run_path(settings) for settings in runs]
+    for path in paths:
+        print(f"{path.name}: {outcomes[path]}")
+    if not runner.signal and (trained := [str(path) for path in paths if (path / "config.yaml").exists()]):
+        print()
+        compare.main(compare.CompareConfig(trained, out=None))
+    if num_failed := [*outcomes.values()].count("failed"):
+        raise RunError(f"{num_failed} of {len(runs)} runs failed; see their own messages")
+    if error:
+        raise error
+    if "stopped" in outcomes.values() or runner.signal:
+        print("stopped by a signal; rerun the same command to resume", file=sys.stderr)
+        raise SystemExit(75)
 
 
 def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[TrainConfig]:
