@@ -33,9 +33,10 @@ from evaluate import EvaluateConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
 from run import export
-from run.directory import RunDirectory
+from run.directory import Run
 from run.export import ExportConfig
 from run.load import load_run
+from run.start import prepare_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.data.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
@@ -568,7 +569,7 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
         config = replace_settings(config, {"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})
-        RunDirectory(config.out_dir, config.name)._prepare(config, {})
+        prepare_run(Run.of(config), config, {})
         assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).conversations == ""
 

@@ -263,7 +263,7 @@ def test_finished_run_of_other_schedule_is_refused(sweep):
         settings = yaml.safe_load((sweep.directory / names[1] / "config.yaml").read_text())
         checkpoint = sweep.directory / names[1] / "checkpoints" / "step-00000008"
         checkpoint.mkdir(parents=True)
-        Manifest(8, (0, 0), {}, settings, "no", {"weights.safetensors": File(0, "")}, 1, 1, 1, {}).write(checkpoint)
+        Manifest(8, 0, (0, 0), {}, settings, "no", {"weights.safetensors": File(0, "")}, 1, 1, 1, {}).write(checkpoint)
         assert sweep(*common, "--steps", 8) == []
         assert sweep(*common, "--steps", 4, error=ConfigError) == [], "fewer steps than completed"
         assert sweep(*common, "--steps", 8, "--schedule.name", "linear", error=ConfigError) == []
