@@ -391,7 +391,7 @@ def test_resume_refuses_settings_that_change_trajectory(run):
     assert "optimizer.lr: 0.01 in the run, 0.02 now" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
     assert "--resume never" in done.stderr
     done = train(*arguments, "--steps", 6, exit_code=2)  # would change the cosine schedule
-    assert "steps: 6 (before: 4)" in done.stderr and "the learning rate" in done.stderr
+    assert "steps: 4 in the run, 6 now: in step" in done.stderr and ", the learning rate was" in done.stderr
     assert (run / "config.yaml").read_text() == before
     done = train(*arguments, exit_code=2, ACCELERATE_MIXED_PRECISION="bf16")
     assert "mixed_precision: bf16" in done.stderr and "trained with no" in done.stderr

@@ -246,13 +246,14 @@ def test_moved_or_newer_corpus_starts_runs_again(sweep, tmp_path):
     assert sweep(*common, "--data.path", "two") == names
 
 
-def test_changed_branch_or_schedule_starts_runs_again(sweep):
-    """Only train.py can compare them, and without checkpoints it refuses to resume."""
+def test_other_number_of_steps_starts_runs_again(sweep):
+    """Only train.py can compare the learning rates, and without checkpoints it refuses to resume."""
     common = "--name", "run", "--branch_from", "one"
     assert sweep(*common) == ["run"]
     assert sweep(*common) == []
-    for changed in [("--branch_from", "other"), ("--steps", 4), ("--schedule.name", "linear")]:
-        assert sweep(*common, *changed) == ["run"]
+    assert sweep(*common, "--steps", 4) == ["run"]
+    for changed in [("--branch_from", "other"), ("--schedule.name", "linear")]:
+        assert sweep(*common, *changed, error=ConfigError) == []
 
 
 @pytest.mark.slow
