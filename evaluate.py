@@ -23,7 +23,6 @@ from torch import Tensor
 from checkpoint.manifest import Manifest
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import Corpus, load_corpus
 from data.files import write_atomically
@@ -91,7 +90,7 @@ def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainCon
             raise ConfigError(f"data: null, but {config.run!r} is not a run; name a corpus made by data.prepare")
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
         packing = settings.data.packing  # packed as in training, so that attention covers the same tokens
-        settings = replace(settings, data=DataConfig(source="text", path=config.data, packing=packing))
+        settings = settings.replace(data=DataConfig(source="text", path=config.data, packing=packing))
     seq_len = config.seq_len or settings.seq_len
     if not 2 <= seq_len <= limit:
         raise ConfigError(f"seq_len: {seq_len} must be from 2 to {limit}, the max_position_embeddings of the model")
@@ -106,7 +105,7 @@ def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainCon
         changes["evaluation.num_samples"] = config.num_samples
     if is_text:  # check_tokenizer compares the whole vocabulary
         changes["model.vocab_size"] = None
-    return replace_settings(settings, changes)
+    return settings.replace(**changes)
 
 
 def identify_data(data: DataConfig) -> dict[str, Any]:

@@ -6,7 +6,6 @@ also runs in float64, the gradient in float64 is itself compared with finite dif
 """
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,15 +38,15 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
     as configured, with a chunked loss, and with recomputed blocks.
     """
     length = min(MAX_POSITIONS, config.seq_len)
-    small = replace(config.model, n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0)
-    config = replace(config, model=with_short_windows(small, length))
-    eager = replace(config, compile=False)
+    small = config.model.replace(n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0)
+    config = config.replace(model=with_short_windows(small, length))
+    eager = config.replace(compile=False)
     batch = first_rows(dataset, length)
     network = build_perturbed(config.model).train()  # parameters initialised to zero have an effect, too
     build_optimizer(network, config.optimizer)  # a fork may freeze parameters there
 
     plain = deepcopy(network).double()
-    prepare_network(plain, replace(eager, activation_checkpointing=False, chunked_loss=False), torch.device("cpu"))
+    prepare_network(plain, eager.replace(activation_checkpointing=False, chunked_loss=False), torch.device("cpu"))
     plain_loss = compute_loss(plain, batch)
     functions = find_custom_functions(plain_loss)
     plain_loss.backward()
@@ -58,8 +57,8 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
     errors = {}
     ways = {
         "as configured": config,
-        "with a chunked loss": replace(eager, chunked_loss=True),
-        "with recomputed blocks": replace(eager, activation_checkpointing=True),
+        "with a chunked loss": eager.replace(chunked_loss=True),
+        "with recomputed blocks": eager.replace(activation_checkpointing=True),
     }
     for way, changed in ways.items():
         if changed.problems(accelerator.num_processes):

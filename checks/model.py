@@ -3,7 +3,6 @@
 Each check of a config returns (passed, detail); passed is None where the check does not apply.
 """
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -24,7 +23,7 @@ MASK_POSITIONS = 24
 
 def with_short_windows(config: GPTConfig, seq_len: int) -> GPTConfig:
     """Return a copy whose window, if set, is at most max(1, seq_len // 3), in all layers but the last."""
-    return replace(config, window=config.window and min(config.window, max(1, seq_len // 3)), window_pattern="S")
+    return config.replace(window=config.window and min(config.window, max(1, seq_len // 3)), window_pattern="S")
 
 
 @torch.no_grad()
@@ -51,8 +50,8 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
     """
     seq_len = min(24, config.max_position_embeddings)
     absent = ["logit_softcap", *(["n_kv_heads", "head_dim", "window"] if family == "gpt2" else [])]
-    config = with_short_windows(replace(config, window=config.window or seq_len), seq_len)
-    config = replace(config, vocab_size=64, n_layers=2, dropout=0.0, **FAMILIES[family] | dict.fromkeys(absent))
+    config = with_short_windows(config.replace(window=config.window or seq_len), seq_len)
+    config = config.replace(vocab_size=64, n_layers=2, dropout=0.0, **FAMILIES[family] | dict.fromkeys(absent))
     try:
         model = build_perturbed(config)
         reference = to_transformers(model).eval()
@@ -69,7 +68,7 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
 @torch.no_grad()
 def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
     """Compare the logits of one forward with those of three cached ones: a prompt, several tokens and one token."""
-    model = build_perturbed(replace(config, vocab_size=64))
+    model = build_perturbed(config.replace(vocab_size=64))
     input_ids = torch.randint(64, (1, seq_len))
     cache = [KVCache(seq_len) for _ in range(config.n_layers)]
     parts = input_ids[:, : seq_len // 2], input_ids[:, seq_len // 2 : -1], input_ids[:, -1:]
@@ -82,7 +81,7 @@ def check_isolated_documents(config: GPTConfig, seq_len: int) -> Result:
     """Compare the logits of two documents in one row with those of each document alone."""
     if seq_len < 2:
         return None, "seq_len is 1"
-    model = build_perturbed(replace(config, vocab_size=64))
+    model = build_perturbed(config.replace(vocab_size=64))
     input_ids, lengths = torch.randint(64, (1, seq_len)), [seq_len // 2, seq_len - seq_len // 2]
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     alone = torch.cat([model(part)[0] for part in input_ids.split(lengths, dim=1)], dim=1)
@@ -139,7 +138,7 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
     are torch's.
     """
     length = min(seq_len, 64)
-    config = replace(config, n_layers=min(2, config.n_layers), window=None, dropout=0.0)
+    config = config.replace(n_layers=min(2, config.n_layers), window=None, dropout=0.0)
     model = build_perturbed(config).double().train()
     tokens = torch.randint(model.token_embedding.num_embeddings, (1, length))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -154,7 +153,7 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
 
 def check_constant_init(config: GPTConfig) -> Result:
     """Check that init_weights draws no parameter that its module sets to a constant, such as a gain of 1."""
-    small = replace(config, n_layers=min(2, config.n_layers))
+    small = config.replace(n_layers=min(2, config.n_layers))
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
     try:

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from checks.model import (
     check_transformers_logits,
 )
 from config.errors import ConfigError, RunError
-from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.loader import split_micro_batches
 from data.sampler import GlobalBatches
@@ -169,7 +168,7 @@ class Verification:
             # 0 stays 0: there may be no validation data
             "evaluation.every": config.evaluation.every and config.steps // 2,
         }
-        self.config, self.corpus, _ = resolve(replace_settings(config, short))
+        self.config, self.corpus, _ = resolve(config.replace(**short))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         self.shards = num_shards(self.accelerator)
@@ -230,7 +229,7 @@ class Verification:
 
     def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
         """Train with train.py's main."""
-        run = replace(self.config, name=name, exact=exact, stop_after=stop_after)
+        run = self.config.replace(name=name, exact=exact, stop_after=stop_after)
         with nested_training(), record_first_gradients() as gradient, record_attributes() as attributes:
             train.main(run)
         path = Path(run.out_dir, run.run_name)

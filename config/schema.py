@@ -1,32 +1,19 @@
 """All settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import psutil
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from config.errors import ConfigError, unhandled_choice
+from config.errors import ConfigError
 from config.paths import expand_user_path
 from model.config import GPTConfig
-from model.field_types import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenUnitInterval,
-    PositiveFloat,
-    PositiveInt,
-    TimeoutSeconds,
-    UpTo256,
-    UpTo1000,
-    UpTo100000,
-    invalid_values,
-)
+from model.settings import NonNegativeInt, PositiveInt, Settings
 
 
-@dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Training and validation data."""
 
     source: Literal["random", "stories", "text"] = "stories"
@@ -65,7 +52,7 @@ class DataConfig:
     zipf: NonNegativeFloat = 1.3
     """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
 
-    num_workers: UpTo256 = 0
+    num_workers: Annotated[int, Ge(0), Le(256)] = 0
     """DataLoader worker processes per training process. 0: load data in the training process."""
 
     @property
@@ -77,8 +64,6 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """List the settings that do not fit the source."""
-        if not_paths := [path for path in self.mix or {} if not isinstance(path, str)]:
-            return [f"data.mix: {not_paths[0]} is not a path"]
         if self.source == "text":
             num_given = (self.path is not None) + bool(self.mix)
             needs = "data.source: text needs one of data.path (a folder written by data.prepare) and data.mix (several)"
@@ -101,8 +86,7 @@ class DataConfig:
         return []
 
 
-@dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -124,8 +108,7 @@ class OptimizerConfig:
     """Gradients with a larger global L2 norm are scaled down to this norm. null: no clipping."""
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Settings):
     """The learning rate and the global batch size as functions of the step."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -149,8 +132,7 @@ class ScheduleConfig:
     """Steps until the batch size reaches global_batch_size."""
 
 
-@dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When to save checkpoints, and which to keep."""
 
     every: PositiveInt = 1000
@@ -169,16 +151,8 @@ class CheckpointConfig:
     """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run; continue: keep training until
     the next checkpoint. If the last checkpoint of a run cannot be written, the run ends with an error in both cases."""
 
-    @property
-    def stops_on_failure(self) -> bool:
-        """Whether a failed save stops the run."""
-        if self.on_failure not in ("stop", "continue"):
-            raise unhandled_choice("checkpoint.on_failure", self.on_failure)
-        return self.on_failure == "stop"
 
-
-@dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Settings):
     """Validation loss, weight averaging and generated texts."""
 
     every: NonNegativeInt = 0
@@ -191,14 +165,14 @@ class EvaluationConfig:
     micro_batch_size: PositiveInt = 50
     """Sequences in one forward pass of an evaluation, per process."""
 
-    ema_decay: OpenUnitInterval | None = None
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps. The
     EMA is evaluated, exported and sampled from. null: no EMA."""
 
-    num_scored_generations: UpTo100000 = 200
+    num_scored_generations: Annotated[int, Ge(0), Le(100_000)] = 200
     """source stories: number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
 
-    num_logged_generations: UpTo1000 = 2
+    num_logged_generations: Annotated[int, Ge(0), Le(1000)] = 2
     """Number of texts, of up to 128 tokens, generated and logged at every evaluation after step 0 and at the end of a
     run. With source stories, num_scored_generations applies at the end instead. 0: none."""
 
@@ -206,8 +180,7 @@ class EvaluationConfig:
     """Sampling temperature of these generations. 0: greedy decoding."""
 
 
-@dataclass(frozen=True)
-class TrackingConfig:
+class TrackingConfig(Settings):
     """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard"] = "wandb"
@@ -251,21 +224,7 @@ class TrackingConfig:
         ]
 
 
-class PartialModel(GPTConfig):
-    """The `model` section of a command line with `init_from`, until the initial model is loaded.
-
-    `given` names the settings that the user set; the initial model determines the others.
-    """
-
-    given: frozenset[str]
-
-    def __init__(self, given: frozenset[str] = frozenset(), **settings: Any):
-        super().__init__(**settings)
-        object.__setattr__(self, "given", given)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """The settings of one training run. Together with the launch (device, precision, processes) they determine it."""
 
     name: str | None = None
@@ -347,17 +306,22 @@ class TrainConfig:
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
     compared before every checkpoint. 0: never compare them, not even before a checkpoint."""
 
-    timeout_seconds: TimeoutSeconds = 600
+    # Clocks that count nanoseconds in int64 overflow above 2**31 seconds.
+    timeout_seconds: Annotated[int, Ge(1), Le(2**31 - 1)] = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
     the run ends with an error. The timeout for a batch from a DataLoader worker is half as long."""
 
-    model: GPTConfig = field(default_factory=GPTConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    model: GPTConfig = Field(default_factory=GPTConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings as `section.name: value`, as in JSON."""
+        return flat_settings(self.model_dump(mode="json"))
 
     @property
     def run_name(self) -> str:
@@ -368,22 +332,22 @@ class TrainConfig:
     @property
     def max_skipped(self) -> int:
         """Number of consecutive updates that may be skipped: 0 unless on_nonfinite is skip."""
-        if self.on_nonfinite not in ("stop", "skip"):
-            raise unhandled_choice("on_nonfinite", self.on_nonfinite)
         return self.max_skipped_in_a_row if self.on_nonfinite == "skip" else 0
 
-    def problems(self, num_processes: int) -> list[str]:
-        """List values that are out of range or, if there are none, settings that contradict each other."""
-        if problems := invalid_values(self):
-            return problems
-        if isinstance(self.model, PartialModel):  # the rest is checked with the settings of the initial model
-            return [*self._path_problems()]
-        problems = self.model.problems() + self.data.problems() + self.tracking.problems()
+    def problems(self, num_processes: int, has_model: bool = True) -> list[str]:
+        """List settings that contradict each other, with their values and a remedy.
+
+        Args:
+            num_processes: the number of training processes, which must be able to split the global batch.
+            has_model: whether `model` is complete; not before the initial model that `init_from` names is loaded.
+        """
         return [
-            *problems,
+            *(self.model.problems() if has_model else []),
+            *self.data.problems(),
+            *self.tracking.problems(),
             *self._path_problems(),
-            *(self._memory_problems(num_processes) if not problems else []),
-            *self._seq_len_and_source_problems(),
+            *(self._model_problems() if has_model else []),
+            *self._data_problems(),
             *self._batch_and_exact_problems(num_processes),
             *self._schedule_problems(),
             *self._other_problems(),
@@ -406,39 +370,19 @@ class TrainConfig:
         except ConfigError as error:
             yield str(error)
 
-    def _memory_problems(self, num_processes: int) -> Iterator[str]:
-        """Check, before anything is allocated, that weights, batch and evaluation results fit into memory and swap."""
-        memory = psutil.virtual_memory().total + psutil.swap_memory().total
-        model = self.model
-        sizes = {name: getattr(model, name) for name in ("vocab_size", "d_model", "d_ff", "n_layers")}
-        local_batch_size = (self.global_batch_size or self.micro_batch_size * num_processes) / num_processes
-        needed_bytes = {
-            f"model: its {model.num_weights:,} weights with {sizes}": 4 * model.num_weights,
-            # input_ids and labels of a whole step, int64
-            f"global_batch_size: {self.global_batch_size}, seq_len: {self.seq_len}": (
-                16 * local_batch_size * self.seq_len
-            ),
-            # loss and number of targets of each batch, float64
-            f"evaluation.num_samples: {self.evaluation.num_samples}": (
-                16 * (self.evaluation.num_samples or 0) / self.evaluation.micro_batch_size
-            ),
-        }
-        for what, num_bytes in needed_bytes.items():
-            if num_bytes > memory:
-                yield (
-                    f"{what}: needs {num_bytes / 1e9:,.0f} GB in each process, and this machine has "
-                    f"{memory / 1e9:,.0f} GB"
-                )
-
-    def _seq_len_and_source_problems(self) -> Iterator[str]:
+    def _model_problems(self) -> Iterator[str]:
+        """Check the settings of the model against those of the data."""
         longest = self.model.max_position_embeddings
-        if self.seq_len < 2:
-            yield f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more"
         if self.seq_len > longest:
             remedy = f"{self.init_from} supports no more" if self.init_from else "lower the one or raise the other"
             yield f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
         if self.data.source == "random" and self.model.vocab_size is None:
             yield "model.vocab_size: null means the tokenizer's, but data.source: random has no tokenizer; set a number"
+
+    def _data_problems(self) -> Iterator[str]:
+        """Check the number and the length of sequences."""
+        if self.seq_len < 2:
+            yield f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more"
         if self.data.source != "text" and self.evaluation.num_samples is None:
             endless = f"the validation set of data.source: {self.data.source} is endless"
             yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
@@ -527,11 +471,23 @@ def _nearest(size: int, unit: int) -> str:
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
+SECTIONS = [name for name, field in TrainConfig.model_fields.items() if field.default_factory]
+"""Settings that are groups of settings, such as `optimizer`."""
+
+
+def nested_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings named `section.name` as a dict of sections."""
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    return nested
+
+
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as `section.name: value`; tuples become lists, as in JSON and YAML."""
+    """Return nested settings, as `model_dump(mode="json")` gives them, as `section.name: value`."""
     flat = {}
-    sections = {name for name, default in asdict(TrainConfig()).items() if isinstance(default, dict)}
-    for key, value in json.loads(json.dumps(settings)).items():
-        is_section = key in sections and isinstance(value, dict)
+    for key, value in settings.items():
+        is_section = key in SECTIONS and isinstance(value, dict)
         flat |= {f"{key}.{name}": item for name, item in value.items()} if is_section else {key: value}
     return flat

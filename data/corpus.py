@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, assert_never, cast
 
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from config.errors import ConfigError, unhandled_choice
-from config.resolve import replace_settings
+from config.errors import ConfigError
 from config.schema import TrainConfig
 from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.synthetic.excess import build_excess_loss_score
@@ -64,7 +63,7 @@ class Corpus:
 
     def fill_in(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
-        return replace_settings(config, {"model.vocab_size": self.vocab_size} | self.settings)
+        return config.replace(**{"model.vocab_size": self.vocab_size}, **self.settings)
 
     def verify(self) -> None:
         """Compare the files with their recorded hashes, on the first process of each machine.
@@ -129,7 +128,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
                 describe_text=generator.describe_text,
             )
         case other:
-            raise unhandled_choice("data.source", other)
+            assert_never(other)
 
 
 def _load_text(config: TrainConfig) -> Corpus:

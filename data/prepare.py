@@ -26,16 +26,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from glob import escape
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge, Le
 from tokenizers import Tokenizer
 
 from cli.output import ignore_failed_prints, printable
@@ -54,7 +54,7 @@ from data.tokenizer import (
     token_bytes,
     wrap_tokenizer_errors,
 )
-from model.field_types import PositiveInt, UpTo1024
+from model.settings import PositiveInt, Settings
 
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
@@ -68,8 +68,7 @@ Text = tuple[str, bool, str | None]
 """A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""
 
 
-@dataclass
-class PrepareConfig:
+class PrepareConfig(Settings):
     """Makes a corpus of text."""
 
     source: str
@@ -104,7 +103,7 @@ class PrepareConfig:
     """Stop after the block of the corpus, of about 64 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
 
-    num_workers: UpTo1024 = os.cpu_count() or 1
+    num_workers: Annotated[int, Ge(1), Le(1024)] = os.cpu_count() or 1
     """Processes that encode text. The corpus is the same for any number."""
 
 
@@ -243,7 +242,7 @@ def prepare(config: PrepareConfig) -> dict:
     source, held_out = _open_sources(config)
     stamps = source.stamps | (held_out.stamps if held_out else {})
     stamps |= {file: get_source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
-    request = asdict(config) | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
+    request = config.model_dump() | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
     if out.exists():
         with suppress(ConfigError):
             if (metadata := read_metadata(out)).get("request") == request:
@@ -436,7 +435,7 @@ def cli() -> int:
     ignore_failed_prints()
     os.register_at_fork(after_in_child=end_with_parent)
     try:
-        config = parse_tool(PrepareConfig, "python -m data.prepare", positional=False)
+        config = parse_tool(PrepareConfig, "python -m data.prepare")
         # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer. Its processes
         # inherit the blocked signal.
         block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})

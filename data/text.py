@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-from config.errors import ConfigError, unhandled_choice
+from config.errors import ConfigError
 from data.integrity import REMEDY, open_columns, read_metadata
 from data.tokenizer import load_tokenizer, token_bytes
 
@@ -61,8 +61,6 @@ class TextDataset(Dataset):
     """Description of how conversations became rows, printed at the start of a run; empty for text."""
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None):
-        if packing not in ("concat", "isolated", "padded"):
-            raise unhandled_choice("data.packing", packing)
         self.corpus, self.split, self.seq_len, self.packing = corpus, split, seq_len, packing
         files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
         batches = [columns for file in files for columns in open_columns(file)]

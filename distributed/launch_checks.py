@@ -3,7 +3,6 @@
 import glob
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import accelerate
 import torch
@@ -11,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from config.errors import ConfigError
-from config.schema import TrainConfig, flat_settings
+from config.schema import TrainConfig
 from distributed.launch import TORCH_DEVICE, env_flag
 
 # Paths, and settings that change no result: each machine may have its own.
@@ -107,7 +106,7 @@ def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
 
     Such a run would silently train with a mixture of both. All processes call this together.
     """
-    mine = flat_settings(asdict(config)) | {"mixed_precision": accelerator.mixed_precision}
+    mine = config.flat() | {"mixed_precision": accelerator.mixed_precision}
     mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # the keys are paths, which may differ
     mine |= {"torch": torch.__version__, "accelerate": accelerate.__version__}
     first, *others = gather_object([mine])

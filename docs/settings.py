@@ -1,14 +1,11 @@
 """Write docs/settings.md from the docstrings of the settings: python -m docs.settings."""
 
 import inspect
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
-import yaml
-from docstring_parser import parse_from_object
-
+from config.help import section_class, values_of
 from config.schema import TrainConfig
-from model.field_types import describe
+from model.settings import Settings
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """# Settings
@@ -20,28 +17,23 @@ this list, `--print_config` the resolved settings.
 """
 
 
-def setting_lines(settings: type, section: str = "") -> list[str]:
+def setting_lines(settings: type[Settings], section: str = "") -> list[str]:
     """Return a line for each setting of a section, without its subsections."""
-    docstrings, lines = {field.arg_name: field.description for field in parse_from_object(settings).params}, []
-    for field in fields(settings):
-        if is_dataclass(field.type):
-            continue
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        default = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
-        default = default.removesuffix("\n").removesuffix("\n...")
-        values = "" if field.type is bool else f"{describe(field.type)}; "
-        text = f"({values}default {default}): {' '.join(str(docstrings[field.name]).split())}"
-        lines.append(f"- **`{section}{field.name}`** {text}".replace("<", "&lt;"))
+    lines = []
+    for name, field in settings.model_fields.items():
+        if not section_class(field):
+            text = f"({values_of(field)}): {' '.join(str(field.description).split())}"
+            lines.append(f"- **`{section}{name}`** {text}".replace("<", "&lt;"))
     return lines
 
 
 def page() -> str:
     """Return the text of docs/settings.md."""
     parts = [HEAD, "\n".join(setting_lines(TrainConfig))]
-    for field in fields(TrainConfig):
-        if isinstance(field.type, type) and is_dataclass(field.type):
-            parts.append(f"\n## {field.name}\n\n{inspect.getdoc(field.type)}\n")
-            parts.append("\n".join(setting_lines(field.type, f"{field.name}.")))
+    for name, field in TrainConfig.model_fields.items():
+        if section := section_class(field):
+            parts.append(f"\n## {name}\n\n{inspect.getdoc(section)}\n")
+            parts.append("\n".join(setting_lines(section, f"{name}.")))
     return "\n".join(parts) + "\n"
 
 

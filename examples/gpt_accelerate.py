@@ -23,7 +23,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
     accelerator = Accelerator(cpu=args.backend == "gloo")
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.manual_seed(args.seed)  # the same on every rank: the copies start equal
-    model = GPTModel(GPTConfig(VOCAB_SIZE, dropout=args.dropout))
+    model = GPTModel(GPTConfig(vocab_size=VOCAB_SIZE, dropout=args.dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the loader, whose sampler already shards
 

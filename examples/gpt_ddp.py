@@ -26,7 +26,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
     device = common.select_device(local_rank, args.backend)
     dist.init_process_group(args.backend)
     torch.manual_seed(args.seed)  # the same on every rank: the copies start equal
-    model = GPTModel(GPTConfig(VOCAB_SIZE, dropout=args.dropout)).to(device)
+    model = GPTModel(GPTConfig(vocab_size=VOCAB_SIZE, dropout=args.dropout)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     model = DistributedDataParallel(model)
 

@@ -1,13 +1,14 @@
 """The settings of the model; importable without torch, so that settings are checked before slow imports."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from model.field_types import HalfOpenUnitInterval, PositiveFloat, PositiveInt, invalid_values
+from annotated_types import Ge, Lt
+from pydantic import PositiveFloat
+
+from model.settings import PositiveInt, Settings
 
 
-@dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(Settings):
     """A decoder-only transformer; the defaults are a small GPT-2."""
 
     vocab_size: PositiveInt | None = None
@@ -32,7 +33,7 @@ class GPTConfig:
     d_ff: PositiveInt = 512
     """Hidden width of the MLP, commonly 4 x d_model, or 8/3 x d_model for swiglu."""
 
-    dropout: HalfOpenUnitInterval = 0.1
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Dropout probability of the embeddings, the attention weights, and the output of each attention and MLP."""
 
     head_dim: PositiveInt | None = None
@@ -96,22 +97,9 @@ class GPTConfig:
         letters = (self.window_pattern * self.n_layers)[: self.n_layers - 1] + "L"
         return [self.window if letter == "S" else None for letter in letters]
 
-    @property
-    def num_weights(self) -> int:
-        """Number of elements of all matrices, without those that a fork adds; a vocab_size of null counts as 0.
-
-        Computed from the settings, so that sizes that exceed the memory are refused before torch is imported.
-        """
-        attention = 2 * (self.n_heads + self.kv_heads) * self.head_size
-        mlp = (3 if self.mlp == "swiglu" else 2) * self.d_ff
-        embeddings = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0)
-        positions = self.max_position_embeddings if self.position == "learned" else 0
-        return self.d_model * (self.n_layers * (attention + mlp) + embeddings + positions)
-
     def problems(self) -> list[str]:
-        """List the problems, each with the setting, its value and a remedy."""
-        if problems := invalid_values(self, "model."):
-            return problems
+        """List settings that contradict each other, with their values and a remedy."""
+        problems = []
         if self.head_dim is None and self.d_model % self.n_heads:
             below = self.d_model - self.d_model % self.n_heads
             nearest = f"{below} or {below + self.n_heads}" if below else f"{self.n_heads}"

@@ -7,7 +7,6 @@ transformers is imported inside the functions, because it takes seconds and few 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,12 +46,11 @@ def get_family(config: GPTConfig) -> str:
     misfits = {}
     for family, settings in FAMILIES.items():
         settings = settings | ({"mlp": config.mlp} if family == "gpt2" and config.mlp in GELUS else {})
-        unknown = [
-            f for f in fields(config) if f.name not in settings | NAMES[family] and f.name not in HANDLED_SEPARATELY
-        ]
+        known = settings | NAMES[family] | dict.fromkeys(HANDLED_SEPARATELY)
+        unknown = {name: field.default for name, field in type(config).model_fields.items() if name not in known}
         misfits[family] = [
             f"model.{name} is {getattr(config, name)}, not {value}"
-            for name, value in (settings | {field.name: field.default for field in unknown}).items()
+            for name, value in (settings | unknown).items()
             if getattr(config, name) != value
         ]
     if config.kv_heads != config.n_heads:
@@ -94,7 +92,7 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     from transformers import GPT2Config, Qwen3Config
 
     family = get_family(config)
-    config = replace(config, n_kv_heads=config.kv_heads, head_dim=config.head_size)
+    config = config.replace(n_kv_heads=config.kv_heads, head_dim=config.head_size)
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}

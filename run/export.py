@@ -91,7 +91,7 @@ def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
     checkpoint, manifest = find_checkpoint(run_directory)
     folder = run_directory / "exports" / checkpoint.name
     if not folder.exists():
-        main(ExportConfig(str(checkpoint), str(folder)))
+        main(ExportConfig(run=str(checkpoint), out=str(folder)))
     return folder, manifest
 
 

@@ -1,23 +1,20 @@
 """Resolve a config, for train.py, tools.plan and verify.py: fill in its null settings and load its data."""
 
+from operator import attrgetter
 from typing import NamedTuple
 
-from config.resolve import (
-    replace_settings,
-    require_consistent,
-    with_initial_model,
-    with_launch,
-    with_stored_model,
-    with_stored_settings,
-)
+from config.errors import ConfigError
 from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
-from run.directory import Run
+from run.directory import RunDirectory
 from run.load import LoadedModel, hash_weights, load_run
-from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings
+from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings, with_stored_model
 from run.tokenizer import check_tokenizer
+
+# Settings that may differ from those of the initial model.
+NOT_FROM_INITIAL_MODEL = {"dropout"}
 
 
 class Resolved(NamedTuple):
@@ -29,7 +26,7 @@ class Resolved(NamedTuple):
     """The model that `init_from` names; None without `init_from`, or if the run resumes from a checkpoint."""
 
 
-def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
+def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
@@ -37,31 +34,50 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:
-        config = with_stored_settings(config, stored)
+        names = ("data.seed", "global_batch_size", "branch_from")
+        config = config.replace(**{name: stored[name] for name in names if attrgetter(name)(config) is None})
         if needs_initial and can_resume_without_initial_model(run.path, config, stored):
             config, needs_initial = with_stored_model(config, stored), False
     elif run is not None and config.data.seed is None:
-        config = replace_settings(config, {"data.seed": data_seed_of_branch(config)})
+        config = config.replace(**{"data.seed": data_seed_of_branch(config)})
     if needs_initial:
         config, initial = resolve_initial_model(config)
-    require_consistent(config, num_processes())  # before the corpus is loaded
+    check_consistent(config)  # before the corpus is loaded
     corpus = load_corpus(config)
     if initial is not None:
         check_tokenizer(str(config.init_from), initial.tokenizer, initial.model.config.vocab_size, corpus)
-    config = with_launch(corpus.fill_in(config), num_processes())
-    require_consistent(config, num_processes())  # again, with the settings that are now filled in
+    config = corpus.fill_in(config)
+    batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
+    config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
+    check_consistent(config)  # again, with the settings that are now filled in
     return Resolved(config, corpus, initial)
+
+
+def check_consistent(config: TrainConfig) -> None:
+    """Raise ConfigError with all settings that contradict each other."""
+    if problems := config.problems(num_processes()):
+        raise ConfigError("\n".join(problems))
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:
     """Load the model that `init_from` names; return the config with its settings and weight hash, and the model.
 
-    Raise ConfigError if there is no such model, or it contradicts a setting that the user gave.
+    Raise ConfigError if there is no such model, its weights are not those of `init_hash`, or it contradicts a setting
+    that the user gave.
     """
     if config.exact:  # must precede any computation
         use_portable_arithmetic()
-    initial = load_run(str(config.init_from), setting="init_from")
-    digest = hash_weights(initial.model.state_dict())
-    config = with_initial_model(config, initial.model.config, digest)
-    require_consistent(config, num_processes())
-    return config, initial
+    loaded = load_run(str(config.init_from), setting="init_from")
+    initial, given = loaded.model.config, config.model.model_fields_set
+    for name in sorted(given - NOT_FROM_INITIAL_MODEL):
+        value, initial_value = getattr(config.model, name), getattr(initial, name)
+        if value not in (None, initial_value):
+            raise ConfigError(f"model.{name}: {value}, but {initial_value} in {config.init_from}; leave it out")
+    digest = hash_weights(loaded.model.state_dict())
+    if config.init_hash not in (None, digest):
+        problem = f"init_hash: {config.init_hash}, but the weights of {config.init_from} have the hash {digest}"
+        raise ConfigError(f"{problem}; set init_hash to the latter, or null")
+    kept = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
+    config = config.replace(model=initial.replace(**kept), init_hash=digest)
+    check_consistent(config)
+    return config, loaded

@@ -1,21 +1,21 @@
 """Settings of sample.py, evaluate.py and export.py; importable without torch."""
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from model.field_types import NonNegativeFloat, NonNegativeInt, PositiveInt, PositiveUnitInterval
+from annotated_types import Gt, Le
+from pydantic import NonNegativeFloat
+
+from config.help import POSITIONAL
+from model.settings import NonNegativeInt, PositiveInt, Settings
 
 Weights = Literal["evaluated", "trained"]
 
 
-@dataclass
-class TrainedModelConfig:
+class TrainedModelConfig(Settings):
     """Settings of every script that loads a model."""
 
-    run: str
+    run: Annotated[str, POSITIONAL]
     """The directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub."""
-
-    _: KW_ONLY  # so that a subclass may have other fields without a default
 
     checkpoint: Literal["latest", "best"] | NonNegativeInt = "latest"
     """The checkpoint of a run: latest, best (by validation loss), or a step."""
@@ -25,7 +25,6 @@ class TrainedModelConfig:
     weights that the optimizer updates). Without it both are the same."""
 
 
-@dataclass
 class SampleConfig(TrainedModelConfig):
     """Generates text with a trained model."""
 
@@ -55,14 +54,13 @@ class SampleConfig(TrainedModelConfig):
     top_k: PositiveInt | None = None
     """Sample from this many most likely tokens. null: from all."""
 
-    top_p: PositiveUnitInterval = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
 
     seed: NonNegativeInt = 0
     """Random seed; sample i of a prompt is a function of the seed and i."""
 
 
-@dataclass
 class EvaluateConfig(TrainedModelConfig):
     """Measures a trained model on the validation split of a corpus."""
 
@@ -83,11 +81,10 @@ class EvaluateConfig(TrainedModelConfig):
     of the Hub, OWNER--NAME.evaluation in the current directory."""
 
 
-@dataclass
 class ExportConfig(TrainedModelConfig):
     """Writes a trained model as a folder in transformers' format."""
 
-    out: str
+    out: Annotated[str, POSITIONAL]
     """The folder to write. It must not exist yet."""
 
     average: PositiveInt = 1

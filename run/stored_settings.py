@@ -1,21 +1,22 @@
 """Read the settings of a run, from its config.yaml or the manifest of a checkpoint."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from config.errors import ConfigError
-from config.resolve import replace_settings
-from config.schema import TrainConfig, flat_settings
-from config.yaml_files import read_yaml
-from model.field_types import invalid_values
+from config.help import all_fields, explain
+from config.schema import TrainConfig, flat_settings, nested_settings
 
 # Settings that are used without a check by `config_of`. Others may have values that this code refuses, such as a choice
 # that a fork added.
-ALWAYS_READ = ("steps:", "seq_len:", "global_batch_size:", "data.seed:", "schedule.batch_warmup_", "checkpoint.every:")
-DEFAULTS = flat_settings(asdict(TrainConfig()))
+ALWAYS_READ = {
+    *("steps", "seq_len", "global_batch_size", "data.seed", "checkpoint.every"),
+    *("schedule.batch_warmup_from", "schedule.batch_warmup_steps"),
+}
+DEFAULTS = TrainConfig().flat()
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
 
@@ -30,11 +31,12 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
     Raise ConfigError, which ends in `remedy`, if it is damaged.
     """
     try:
-        if not isinstance(stored := read_yaml(file.read_text()), dict):
+        if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it has no settings")
         settings = complete_settings(stored)
-        if problems := [line for line in invalid_values(_without_unknown(settings)) if line.startswith(ALWAYS_READ)]:
-            raise ValueError(problems[0])
+        problems = _validate(settings)
+        if isinstance(problems, dict) and (found := problems.keys() & ALWAYS_READ):
+            raise ValueError(problems[min(found)])
         if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
             raise ValueError(f"{unresolved[0]}: null")
     except (FileNotFoundError, NotADirectoryError):
@@ -47,12 +49,14 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
 def config_of(settings: dict[str, Any]) -> TrainConfig:
     """Return the nested or flat settings of a run as a TrainConfig, without settings that this code does not have.
 
-    Raise ConfigError for such a setting in `model`, since without it the network might compute something else.
+    Raise ConfigError for such a setting in `model`, since without it the network might compute something else, and for
+    values that this code refuses.
     """
-    config, unknown = _without_unknown(settings), unknown_settings(settings)
-    problems = [line for key, line in unknown.items() if key.startswith("model.")] or config.model.problems()
-    # load_corpus has a better message for a data source that this code lacks.
-    problems = problems or [problem for problem in invalid_values(config) if not problem.startswith("data.")]
+    config, unknown = _validate(settings), unknown_settings(settings)
+    problems = [line for key, line in unknown.items() if key.startswith("model.")]
+    if isinstance(config, dict):
+        raise ConfigError(f"{'; '.join([*problems, *config.values()])}; {USE_ITS_CODE}")
+    problems += config.model.problems()
     if config.model.vocab_size is None:
         problems.append("model.vocab_size: null, but every run stores a number")
     if problems:
@@ -70,6 +74,10 @@ def no_such_setting(key: str, value: Any) -> str:
     return f"{key}: {value} in the run, but this code has no such setting"
 
 
-def _without_unknown(settings: dict[str, Any]) -> TrainConfig:
+def _validate(settings: dict[str, Any]) -> TrainConfig | dict[str, str]:
+    """Return the settings that this code has as a TrainConfig, or the problems by setting."""
     known = {key: value for key, value in flat_settings(settings).items() if key in DEFAULTS}
-    return replace_settings(TrainConfig(), DEFAULTS | known)
+    try:
+        return TrainConfig.model_validate(nested_settings(known))
+    except ValidationError as error:
+        return explain(error, dict(all_fields(TrainConfig)), known)

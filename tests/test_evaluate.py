@@ -18,7 +18,6 @@ import evaluate
 import sample
 from checkpoint.manifest import read_manifest
 from config.errors import ConfigError
-from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.stories import STORIES, StoriesDataset
@@ -45,7 +44,7 @@ def made(tmp_path_factory):
         python(f"python -m data.prepare {prepare} --num_workers 1 --out {folder}/{name}")
     text = f"--data.source text --data.path {folder}/corpus --data.num_samples 1000 --seq_len 32 --steps 3"
     train(*TINY_STORIES, *text.split(), "--evaluation.every", "3", "--out_dir", folder, "--name", "run")
-    export.main(ExportConfig(str(folder / "run"), str(folder / "export")))
+    export.main(ExportConfig(run=str(folder / "run"), out=str(folder / "export")))
     return folder
 
 
@@ -75,13 +74,13 @@ def test_evaluation_equals_manual_loop_on_any_processes(made):
 
 
 def test_run_is_evaluated_on_its_own_data(made, capsys):
-    evaluate.main(EvaluateConfig(str(made / "run"), num_samples=7, out=str(made / "own")))
+    evaluate.main(EvaluateConfig(run=str(made / "run"), num_samples=7, out=str(made / "own")))
     shown = json.loads(capsys.readouterr().out.partition("Loss by position")[0])
     assert shown["val/loss"] == pytest.approx(metrics(made / "run")[-1]["val/loss"], rel=1e-5)
     content = json.loads((made / "corpus" / "metadata.json").read_text())["hash"]
     data = {"source": "text", "path": f"{made}/corpus", "hash": content, "packing": "concat"}
     assert (shown["run"], shown["step"], shown["data"]) == (str(made / "run"), 3, data)
-    evaluate.main(EvaluateConfig(str(made / "run" / "checkpoints" / "step-00000003")))
+    evaluate.main(EvaluateConfig(run=str(made / "run" / "checkpoints" / "step-00000003")))
     assert (made / "run" / "evaluation.json").exists(), "beside the run"
 
 
@@ -102,25 +101,25 @@ def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
         ".": tmp_path / "export.evaluation",
         "Qwen/Qwen3-0.6B": Path("Qwen--Qwen3-0.6B.evaluation"),
     }.items():
-        assert evaluate.output_directory(EvaluateConfig(run)) == folder
+        assert evaluate.output_directory(EvaluateConfig(run=run)) == folder
 
 
 def test_incompatible_run_and_data_are_refused(made):
     with pytest.raises(ConfigError, match="tokenizer of the corpus differs from that of .*run: .* entries differ"):
-        evaluate.main(EvaluateConfig(str(made / "run"), data=str(made / "other")))
+        evaluate.main(EvaluateConfig(run=str(made / "run"), data=str(made / "other")))
     with pytest.raises(ConfigError, match="is not a run; name a corpus"):
-        evaluate.main(EvaluateConfig(str(made / "export")))
+        evaluate.main(EvaluateConfig(run=str(made / "export")))
     with pytest.raises(ConfigError, match="seq_len: 129 must be from 2 to 128, the max_position_embeddings"):
-        evaluate.main(EvaluateConfig(str(made / "run"), seq_len=129))
+        evaluate.main(EvaluateConfig(run=str(made / "run"), seq_len=129))
     with pytest.raises(ConfigError, match="out: '.*input.txt/x' cannot be written: .*Not a directory"):
-        evaluate.main(EvaluateConfig(str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
+        evaluate.main(EvaluateConfig(run=str(made / "run"), num_samples=1, out=str(made / "input.txt" / "x")))
 
 
 def test_damaged_corpus_is_not_evaluated(made, tmp_path):
     [file] = (shutil.copytree(made / "corpus", tmp_path / "damaged") / "validation").glob("*.arrow")
     file.write_bytes(file.read_bytes().replace(b"a", b"e"))
     with pytest.raises(ConfigError, match=f"{file} has another content"):
-        evaluate.main(EvaluateConfig(str(made / "run"), data=str(tmp_path / "damaged"), out=str(tmp_path / "out")))
+        evaluate.main(EvaluateConfig(run=str(made / "run"), data=str(tmp_path / "damaged"), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 
 
@@ -130,9 +129,9 @@ def test_gpt2_folder_without_tokenizer_json_is_opened(made, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     Tokenizer.from_file(str(made / "other" / "tokenizer" / "tokenizer.json")).model.save(str(tmp_path))
     assert load_run(tmp_path).tokenizer.decode(load_run(tmp_path).tokenizer(TEXT)["input_ids"]) == TEXT
-    evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "other"), out=str(tmp_path)))
+    evaluate.main(EvaluateConfig(run=str(tmp_path), data=str(made / "other"), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="tokenizer of the corpus differs from that of"):
-        evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
+        evaluate.main(EvaluateConfig(run=str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
 
 
 def test_tokenizer_larger_than_the_model_is_refused(made, tmp_path):
@@ -140,22 +139,22 @@ def test_tokenizer_larger_than_the_model_is_refused(made, tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     load_run(made / "export").tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="data: the tokenizer of the corpus .* has 257 tokens, and the model 250"):
-        evaluate.main(EvaluateConfig(str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
+        evaluate.main(EvaluateConfig(run=str(tmp_path), data=str(made / "corpus"), out=str(tmp_path)))
     with pytest.raises(ConfigError, match="run: the prompt has token 256, but the model has 250 tokens"):
-        sample.main(SampleConfig(str(tmp_path), prompt="To be"))
+        sample.main(SampleConfig(run=str(tmp_path), prompt="To be"))
 
 
 @pytest.mark.parametrize(("positions", "window"), [(40_960, 1024), (512, 512)])
 def test_evaluation_seq_len_of_hub_model_is_bounded(positions, window):
     """A row of 40,960 positions and Qwen3's 151,936 tokens has 25 GB of logits."""
     loaded = LoadedModel(None, SimpleNamespace(config=GPTConfig(max_position_embeddings=positions, vocab_size=9)), None)
-    assert evaluate.evaluation_settings(EvaluateConfig("Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
+    assert evaluate.evaluation_settings(EvaluateConfig(run="Qwen/Qwen3-0.6B", data="corpus"), loaded).seq_len == window
 
 
 def test_evaluation_keeps_packing_of_training(made):
     loaded = load_run(made / "run")
-    loaded = loaded._replace(config=replace_settings(loaded.config, {"data.packing": "isolated"}))
-    config = EvaluateConfig(str(made / "run"), data=str(made / "corpus"))
+    loaded = loaded._replace(config=loaded.config.replace(**{"data.packing": "isolated"}))
+    config = EvaluateConfig(run=str(made / "run"), data=str(made / "corpus"))
     assert evaluate.evaluation_settings(config, loaded).data.packing == "isolated"
 
 
@@ -169,8 +168,8 @@ def test_data_settings_of_other_code_are_refused(made, tmp_path):
     with pytest.raises(
         ConfigError, match=f"{directory}: data.lower_case: True in the run, .*, or name a corpus with --data"
     ):
-        evaluate.main(EvaluateConfig(str(tmp_path / "run")))
-    evaluate.main(EvaluateConfig(str(tmp_path / "run"), data=str(made / "corpus"), num_samples=2))
+        evaluate.main(EvaluateConfig(run=str(tmp_path / "run")))
+    evaluate.main(EvaluateConfig(run=str(tmp_path / "run"), data=str(made / "corpus"), num_samples=2))
 
 
 def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):

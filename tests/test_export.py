@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import ConfigError, RunError
-from config.resolve import replace_settings
 from config.schema import DataConfig, TrainConfig
 from run import export
 from run.export import ExportConfig
@@ -34,8 +33,8 @@ def runs(tmp_path_factory):
     return runs
 
 
-def exported(*arguments, **settings):
-    config = ExportConfig(*map(str, arguments), **settings)
+def exported(run, out, **settings):
+    config = ExportConfig(run=str(run), out=str(out), **settings)
     export.main(config)
     return config.out
 
@@ -194,9 +193,9 @@ def test_card_ignores_replaced_corpus_at_same_path(tmp_path):
         described = export.describe_data(LoadedModel(config, None, None))
         assert described.endswith("- `plays`: 1 documents, 9 tokens by `byte`")
     metadata = make(tmp_path / "plays.txt", tmp_path / "copy", str(tmp_path / "plays" / "tokenizer"))
-    copy = replace_settings(config, {"data.path": str(tmp_path / "copy"), "data.hash": metadata["hash"]})
+    copy = config.replace(**{"data.path": str(tmp_path / "copy"), "data.hash": metadata["hash"]})
     assert export.describe_data(LoadedModel(copy, None, None)).endswith("tokens by `tokenizer`"), "no local path"
-    config = replace_settings(config, {"data.hash": "00ff"})
+    config = config.replace(**{"data.hash": "00ff"})
     assert export.describe_data(LoadedModel(config, None, None)).endswith("- `plays`")
 
 

@@ -1,7 +1,7 @@
 """The guarantees of docs/reliability.md on GPUs: `make test-gpu`. First what tests/fake_cuda cannot show.
 
 They passed on one H200 with torch 2.11; those for two GPUs have passed on an emulated device only.
-This file needs torch, accelerate, transformers and jsonargparse, but no datasets, wandb or matplotlib.
+This file needs torch, accelerate, transformers and pydantic, but no datasets, wandb or matplotlib.
 """
 
 import shutil

@@ -87,7 +87,7 @@ def test_tutorial_configs_train(runs):
         assert fact in start_block
     assert "arning" not in done.stdout + done.stderr
     status = json.loads((runs / "random_tokens" / "status.json").read_text())
-    assert status == {"state": "finished", "step": 50, "reason": "", "kind": None}
+    assert status == {"state": "finished", "step": 50, "reason": ""}
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_evaluation_is_identical_on_any_processes(evaluated):
 
 def test_evaluation_weighs_every_target_once(evaluated):
     rows, run = evaluated
-    config = GPTConfig(len(STORIES.vocabulary), n_layers=2, d_model=16, n_heads=2, d_ff=32)
+    config = GPTConfig(vocab_size=len(STORIES.vocabulary), n_layers=2, d_model=16, n_heads=2, d_ff=32)
     model = GPTModel(config).double().eval()
     weights = {n.removeprefix("model."): t for n, t in tensors(run, 1).items() if n.startswith("model.")}
     model.load_state_dict(weights)

@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 
 import train
 from checkpoint.manifest import checkpoints_in
-from config.resolve import replace_settings
 from config.schema import TrainConfig
 from data.sampler import BatchSizes
 from distributed.collectives import broadcast_from_main
@@ -47,7 +46,7 @@ def main(config: TrainConfig) -> None:
     sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
     batch_sizes, flops = BatchSizes.from_config(config), network.flops_per_token(config.seq_len)
     step_tokens = batch_sizes.global_batch_size * config.seq_len
-    tokens = batch_sizes.tokens(config.steps, config.seq_len)
+    tokens = batch_sizes.sequences_before(config.steps) * config.seq_len
     plan = {"parameters": f"{network.num_parameters():,}"}
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     accumulation = format_batch(config, config.micro_batch_size * processes)
@@ -92,7 +91,7 @@ def measure(config: TrainConfig, accelerator: Accelerator) -> tuple[float, int, 
             "evaluation.num_scored_generations": 0,
         }
         with nested_training():
-            train.main(replace_settings(config, changes))
+            train.main(config.replace(**changes))
         run, measured = folder / config.run_name, None
         if accelerator.is_main_process:
             speeds = [row.get("perf/tokens_per_second") for row in read_rows(run / "metrics.jsonl")]

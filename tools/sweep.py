@@ -4,17 +4,17 @@ Every setting with several values, separated by commas, is swept: each combinati
 swept values. Rerun the same command to resume. The table of tools.compare is printed at the end.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
+from typing import Annotated
 
-from config.parser import PASSED_ON
-from model.field_types import PositiveInt
+from config.help import PASSED_ON
+from model.settings import PositiveInt, Settings
 
 
-@dataclass
-class SweepConfig:
+class SweepConfig(Settings):
     """Trains a run for every combination of values of train.py's settings, as --optimizer.lr 1e-3,3e-4 --seed 0,1,2."""
 
-    arguments: list[str] = field(metadata=PASSED_ON)
+    arguments: Annotated[list[str], PASSED_ON]
     """Settings of train.py; those to sweep have several values, separated by commas."""
 
     jobs: PositiveInt | None = None
@@ -31,7 +31,6 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
     run_and_exit("tools.sweep", SweepConfig, needs_torch=False)
 
 import itertools
-import json
 import re
 import shlex
 import sys
@@ -43,17 +42,18 @@ from typing import Any
 import yaml
 
 from checkpoint.identity import code_hash, compare_facts
+from checkpoint.manifest import readable_checkpoints
 from config.errors import ConfigError, RunError
 from config.parser import parse_config
-from config.resolve import given_model_settings, replace_settings, with_stored_model
-from config.schema import TrainConfig, flat_settings
+from config.schema import TrainConfig
 from data.files import write_once
-from run.directory import Run, surviving_sessions
-from run.resume import check_resume, differing_settings
-from run.stored_settings import complete_settings, read_settings
+from run.reader import RunReader, surviving_sessions
+from run.resume import SCHEDULE_SETTINGS, check_resume, differing_settings, with_stored_model
+from run.status import read_status
+from run.stored_settings import read_settings
 from tools import compare
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Job, JobRunner, Stopped
+from tools.jobs.runner import JobRunner, Stopped, Training
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
@@ -81,21 +81,21 @@ def main(config: SweepConfig) -> None:
             outcomes[path] = "finished before"
         else:
             command = (*launch.command, TRAIN, "--config", str(write_run_config(settings)))
-            job = Job(Run(path), settings.steps, command)
-            wanted[path] = replace(job, restart=job.is_finished())
+            training = Training(path, settings.steps, command)
+            wanted[path] = replace(training, restart=training.is_finished())
     try:
         runner.train(wanted.values(), until_failure=False)
     except Stopped:  # recorded in the outcomes, too
         pass
     except RunError as raised:
         error = raised
-    outcomes |= {path: runner.outcomes.get(job, "not started") for path, job in wanted.items()}
+    outcomes |= {path: runner.outcomes.get(training, "not started") for path, training in wanted.items()}
     paths = [run_path(settings) for settings in runs]
     for path in paths:
         print(f"{path.name}: {outcomes[path]}")
     if not runner.signal and (trained := [str(path) for path in paths if (path / "config.yaml").exists()]):
         print()
-        compare.main(compare.CompareConfig(trained, out=None))
+        compare.main(compare.CompareConfig(runs=trained, out=None))
     if num_failed := [*outcomes.values()].count("failed"):
         raise RunError(f"{num_failed} of {len(runs)} runs failed; see their own messages")
     if error:
@@ -125,9 +125,9 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
         except ConfigError as error:
             raise ConfigError(f"{error}\n(in the combination {shlex.join(combination)})") from None
         group = config.name
-        config = replace(config, name=f"{group}{''.join(name_suffixes(swept, flat_settings(asdict(config))))}")
+        config = config.replace(name=f"{group}{''.join(name_suffixes(swept, config.flat()))}")
         if config.name != group and config.tracking.tracker == "wandb" and config.tracking.group is None:
-            config = replace_settings(config, {"tracking.group": group})
+            config = config.replace(**{"tracking.group": group})
         if config.name in runs:
             raise ConfigError(f"name: two runs of this sweep would be named {config.name!r}; give each value once")
         if len(str(config.name).encode()) > MAX_NAME_BYTES:
@@ -152,8 +152,9 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
         raise ConfigError(
             f"{path} holds a run with other settings:\n  {lines}\nchoose another --name or --out_dir for the sweep"
         )
-    for manifest in [*Run(path).manifests().values()][:1]:
-        check_resume(Run(path), config, complete_settings(manifest.config), manifest.step)
+    if checkpoints := readable_checkpoints(path / "checkpoints"):
+        newest = next(iter(checkpoints))
+        check_resume(config, newest, checkpoints[newest])
 
 
 def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
@@ -162,7 +163,7 @@ def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
     Raises:
         ConfigError: the run cannot be read.
     """
-    run = Run(path)
+    run = RunReader(path)
     status = run.status()
     completed = status.step if status else 0
     trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
@@ -228,9 +229,10 @@ def write_run_config(config: TrainConfig) -> Path:
 
     Editing config files during a sweep therefore changes no run. Model settings that init_from determines are left out.
     """
-    settings = json.loads(json.dumps(asdict(config)))
-    given = given_model_settings(config)
-    settings["model"] = {name: value for name, value in settings["model"].items() if name in given}
+    settings = config.model_dump(mode="json")
+    if config.init_from is not None:
+        given = config.model.model_fields_set
+        settings["model"] = {name: value for name, value in settings["model"].items() if name in given}
     content = yaml.safe_dump(settings, sort_keys=False).encode()
     folder = run_path(config).parent / "logs" / "configs"
     try:
@@ -246,9 +248,10 @@ def is_finished(config: TrainConfig) -> bool:
     If its inputs or schedule have changed, or the corpus was prepared again, train.py is started, which resumes the run
     or refuses it.
     """
-    path, now = run_path(config), flat_settings(asdict(config))
-    stored, completed = read_settings(path / "config.yaml"), Run(path).is_finished(config.steps)
-    checked = ("data.path", "data.mix", "init_from", "branch_from", "steps")
+    path, now = run_path(config), config.flat()
+    status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")
+    completed = status is not None and status.state == "finished" and status.step >= config.steps
+    checked = ("data.path", "data.mix", "init_from", "branch_from", *SCHEDULE_SETTINGS)
     if not completed or stored is None or any(stored[name] != now[name] for name in checked):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
 
-from config.errors import unhandled_choice
 from config.schema import OptimizerConfig, TrainConfig
 from distributed.private_torch import foreach_add_, foreach_lerp_, foreach_mul_
 from distributed.sharding import full_tensor, is_sharded, shard_like
@@ -45,7 +45,7 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
         case "muon":
             return MuonAndAdamW(muon_weights, adamw, config)
         case other:
-            raise unhandled_choice("optimizer.name", other)
+            assert_never(other)
 
 
 def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:

@@ -5,9 +5,8 @@ All are pure functions of the config and the step, so a checkpoint needs no sche
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
-from config.errors import unhandled_choice
 from config.schema import ScheduleConfig, TrainConfig
 
 
@@ -79,7 +78,7 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int) -> float:
         case "wsd":
             remaining = 1 - _decay_progress(config.decay_steps or math.ceil(0.2 * steps), config, step, steps)
         case other:
-            raise unhandled_choice("schedule.name", other)
+            assert_never(other)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining
 
 

@@ -26,7 +26,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import data.prepare
 from config.errors import ConfigError
 from config.parser import parse_config
-from config.resolve import replace_settings
 from data.corpus import load_corpus
 from data.files import sha256 as hash_file
 from data.integrity import content_hash, metadata_digest, open_columns, verify
@@ -194,7 +193,7 @@ def test_load_corpus_of_mixture(folder):
     drawn = Counter(i >= len(a) for i in order.indices(7))
     assert drawn == {False: 750, True: 250}
     growth = {"schedule.batch_warmup_from": MIX_BLOCK // 2, "schedule.batch_warmup_steps": 3}
-    config = replace_settings(config, growth)
+    config = config.replace(**growth)
     assert sum((corpus.global_batches(config).indices(step) for step in range(2)), []) == order.indices(0)
     assert [len(part) for part in corpus.validation.datasets] == [6, 2]
     corpus = load_corpus(settings(folder, "--data.mix", mix, "--evaluation.num_samples", 7))
@@ -239,7 +238,11 @@ def test_small_validation_split_keeps_proportions(folder):
 
 def build_perturbed_model(**settings):
     torch.manual_seed(0)
-    model = GPTModel(GPTConfig(257, **{**TINY_MODEL, "max_position_embeddings": 256, **settings})).double().eval()
+    model = (
+        GPTModel(GPTConfig(vocab_size=257, **{**TINY_MODEL, "max_position_embeddings": 256, **settings}))
+        .double()
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -756,7 +759,7 @@ def test_bits_per_byte_match_hand_calculation(folder, runs, name):
     arguments = ["--steps", 1, "--optimizer.lr", 0, "--evaluation.every", 1, "--evaluation.num_samples", 9]
     train_text(folder, runs, "--data.path", folder / name, *arguments)
     corpus, dataset = TextCorpus(str(folder / name)), open_split(folder / name, "validation")
-    model = GPTModel(GPTConfig(corpus.vocab_size, **TINY_MODEL)).double().eval()
+    model = GPTModel(GPTConfig(vocab_size=corpus.vocab_size, **TINY_MODEL)).double().eval()
     weights = tensors(runs / "run", 1)
     model.load_state_dict({n.removeprefix("model."): t for n, t in weights.items() if n.startswith("model.")})
     nats, num_bytes = [], 0

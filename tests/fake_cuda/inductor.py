@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from config.parser import parse_config  # noqa: E402
-from config.resolve import replace_settings  # noqa: E402
 from model.gpt import Block  # noqa: E402
 from model.loss import differentiate_loss  # noqa: E402
 
@@ -108,7 +107,7 @@ def main() -> None:
     """Generate the code, compile the kernels and print the result."""
     install()
     run = parse_config(["--config", "configs/gpt2_124m.yaml", "--data.path", "."])
-    config = replace_settings(run, {"model.n_layers": 1}).model
+    config = run.replace(**{"model.n_layers": 1}).model
     with torch.device("cuda"):
         block = Block(config)
         hidden = torch.randn(1, run.seq_len, config.d_model, requires_grad=True)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -223,12 +222,12 @@ def test_greedy_generation_equals_transformers(name):
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_small_windows_generate_as_in_transformers(window):
-    config = replace(CONFIGS["qwen3-windows"], window=window)
+    config = CONFIGS["qwen3-windows"].replace(window=window)
     model = make_model(config).eval()
     if window == 1:
         with pytest.raises(ValueError, match="qwen3: model.window is 1, .*; train with 2 or more"):
             to_transformers(model)
-        assert to_transformers(make_model(replace(config, n_layers=1))), "its only layer has no window"
+        assert to_transformers(make_model(config.replace(n_layers=1))), "its only layer has no window"
         return
     prompt = make_batch(config, "none")[0][:, :4]
     settings = dict(do_sample=False, max_new_tokens=10, attention_mask=torch.ones_like(prompt), pad_token_id=0)
@@ -248,7 +247,6 @@ def test_to_transformers_names_settings_outside_each_family():
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
 
 
-@dataclass(frozen=True)
 class ForkedConfig(GPTConfig):
     """A config with a setting that the mapping does not have."""
 

@@ -64,15 +64,6 @@ def test_config_problems_are_reported_together_by_setting():
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (
-            dict(n_heads=0, n_layers=-1),
-            "model.n_layers: -1 must be a positive integer\nmodel.n_heads: 0 must be a positive integer",
-        ),
-        (dict(vocab_size=0), "model.vocab_size: 0 must be a positive integer or null"),
-        (dict(position="rotary"), "model.position: rotary must be one of learned, rope"),
-        (dict(bias=1), "model.bias: 1 must be true or false"),
-        (dict(d_ff=8.0), "model.d_ff: 8.0 must be a positive integer"),
-        (dict(norm_eps=math.inf), "model.norm_eps: inf must be a finite number"),
         (dict(d_model=3), "model.d_model: 3 is not divisible by model.n_heads: 4; use 4,"),
         (
             dict(d_model=12, position="rope"),
@@ -82,11 +73,6 @@ def test_config_problems_are_reported_together_by_setting():
             dict(head_dim=5, position="rope"),
             "model.head_dim: 5 is odd, and model.position rope needs an even one; use 6",
         ),
-        (dict(dropout=-0.1), "model.dropout: -0.1 must be a number from 0 to below 1"),
-        (dict(rope_theta=0.0), "model.rope_theta: 0.0 must be a positive number"),
-        (dict(dropout=math.nan), "model.dropout: nan must be"),
-        (dict(logit_softcap=0.0), "model.logit_softcap: 0.0 must be a positive number or null"),
-        (dict(window=0), "model.window: 0 must be a positive integer or null"),
         (
             dict(window=129),
             "model.window: 129 is more than model.max_position_embeddings: 128; use at most that, or null",
@@ -100,6 +86,14 @@ def test_config_problems_are_reported_together_by_setting():
 )
 def test_inconsistent_config_is_refused(settings, problem):
     assert problem in "\n".join(GPTConfig(**settings).problems())
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(n_layers=-1), dict(n_heads=0), dict(position="rotary"), dict(norm_eps=math.inf), dict(d_ff=2**63)]
+)
+def test_wrong_value_is_refused(settings):
+    with pytest.raises(ValueError, match=f"1 validation error for GPTConfig\n{next(iter(settings))}"):
+        GPTConfig(**settings)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(d_model=130, head_dim=5), dict(d_model=12, n_kv_heads=1)])

@@ -1,7 +1,6 @@
 """Runs initialised with the weights of another model: GPT-2 or Qwen3 of transformers, or another run."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from config.errors import ConfigError
 from config.parser import parse_config
-from config.resolve import given_model_settings
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
@@ -82,7 +80,7 @@ def test_init_from_resumes_bitwise_and_on_two_processes(made):
 @pytest.mark.slow
 def test_init_from_run_equals_init_from_export(made):
     train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "first")
-    export.main(ExportConfig(str(made / "runs" / "first"), str(made / "export")))
+    export.main(ExportConfig(run=str(made / "runs" / "first"), out=str(made / "export")))
     configs = []
     for source in (made / "runs" / "first", made / "export"):
         config = parse_config(arguments(made, "--init_from", source, "--name", "next"))
@@ -172,7 +170,7 @@ def test_copy_initial_weights_keeps_added_parameters(made, capsys):
 def test_init_from_refuses_corpus_with_another_tokenizer(made):
     export_of_stories = made / "stories-export"
     train(*TINY_STORIES, "--steps", "2", "--out_dir", made / "runs", "--name", "stories")
-    export.main(ExportConfig(str(made / "runs" / "stories"), str(export_of_stories)))
+    export.main(ExportConfig(run=str(made / "runs" / "stories"), out=str(export_of_stories)))
     words = export_of_stories / "tokenizer.json"
     words.write_text(words.read_text().replace('"Anna"', '"Anno"').replace('" Anna"', '" Anno"'))
     refused = train(*arguments(made, "--init_from", export_of_stories, "--name", "other"), exit_code=2)
@@ -195,6 +193,6 @@ def test_init_from_refuses_corpus_with_larger_vocabulary(made, tmp_path):
 def test_finetune_recipes_take_settings_from_initial_model(path, made):
     small = path.stem.removeprefix("finetune_").split("_")[0]
     config = parse_config(["--config", str(path), "--init_from", str(made / small), "--data.path", "x"])
-    assert not given_model_settings(config) - {"dropout"}
-    config, _ = resolve_initial_model(replace(config, seq_len=64))
+    assert not config.model.model_fields_set - {"dropout"}
+    config, _ = resolve_initial_model(config.replace(seq_len=64))
     assert config.model.n_layers == 2

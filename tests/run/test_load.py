@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_load_run_restores_settings_weights_and_tokenizer(run):
         text = "Meet a brave girl named Anna."
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         assert tokenizer.eos_token_id == 0
-        assert asdict(config.model) == read_manifest(run / "checkpoints" / f"step-{step:08d}").config["model"]
+        assert config.model.model_dump() == read_manifest(run / "checkpoints" / f"step-{step:08d}").config["model"]
     loaded = load_run(run / "checkpoints" / "step-00000003")
     assert torch.equal(loaded.model.final_norm.weight, tensors(run, 3)["model.final_norm.weight"])
 
@@ -241,8 +241,8 @@ def test_load_run_names_directory_without_permission(run, tmp_path):
 # Sampling
 
 
-def capture_sample(capsys, *arguments, **settings):
-    sample.main(SampleConfig(*map(str, arguments), **settings))
+def capture_sample(capsys, run, **settings):
+    sample.main(SampleConfig(run=str(run), **settings))
     return capsys.readouterr().out
 
 
@@ -290,7 +290,7 @@ def test_sample_refuses_run_without_tokenizer(runs):
     train("--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
     run = runs / "run"
     with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer; models of random tokens have none"):
-        sample.main(SampleConfig(str(run)))
+        sample.main(SampleConfig(run=str(run)))
 
 
 def test_encode_without_end_of_text_requires_prompt():
@@ -353,7 +353,7 @@ def test_verdict_names_scored_length_of_long_text(run, capsys):
 
 def test_story_probability_excludes_auxiliary_loss(run, capsys, monkeypatch):
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
-    tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig("", temperature=0, max_new_tokens=1)
+    tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig(run="", temperature=0, max_new_tokens=1)
     sample.generate_sample(loaded, story, tokens, 0, settings)
     expected, forward = capsys.readouterr().out, type(loaded.model).forward
 
@@ -380,14 +380,14 @@ def test_load_run_refuses_unknown_data_source(copy):
     directory, manifest, weights = copy
     manifest.config["data"]["source"] = "chars"
     write(directory, manifest, [(weights, {})])
-    with pytest.raises(ConfigError, match="has no tokenizer here: data.source: 'chars' .*; use the code"):
+    with pytest.raises(ConfigError, match="data.source: chars must be one of random, stories, text; use the code"):
         load_run(directory)
 
 
 def test_load_run_names_moved_data(copy, monkeypatch):
     """The data source of a fork may read files; its code is present, but the files have moved."""
     directory, manifest, weights = copy
-    manifest.config["data"] |= {"source": "bin", "path": "/no/such/folder"}
+    manifest.config["data"] |= {"source": "stories", "path": "/no/such/folder"}
     write(directory, manifest, [(weights, {})])
 
     def moved(config):
@@ -408,7 +408,7 @@ def test_sample_prints_verdict_of_accepted_story(run, capsys):
         for block in loaded.model.blocks:  # a model that always predicts the end of text
             block.attention.out_proj.weight.zero_()
         loaded.model.lm_head.weight.zero_()
-    sample.generate_sample(loaded, story, tokens, 0, SampleConfig("", temperature=0, max_new_tokens=1))
+    sample.generate_sample(loaded, story, tokens, 0, SampleConfig(run="", temperature=0, max_new_tokens=1))
     assert f"accepted, log-probability {STORIES.grammar.log_probability(story):.2f} nats" in capsys.readouterr().out
 
 
@@ -435,7 +435,9 @@ def test_sample_streams_whole_characters(monkeypatch, tmp_path):
             shown.append(self.getvalue())
 
     monkeypatch.setattr(sys, "stdout", Screen())
-    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(""))
+    sample.generate_sample(
+        LoadedModel(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(run="")
+    )
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
 
 
@@ -446,7 +448,7 @@ def test_sample_keeps_space_after_prompt(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
-    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(""))
+    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(run=""))
     assert capsys.readouterr().out == "ma ni\n"
 
 
@@ -457,7 +459,7 @@ def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[0]]), torch.tensor([[1]])]))
-    text = sample.generate_sample(LoadedModel(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(""))
+    text = sample.generate_sample(LoadedModel(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(run=""))
     assert capsys.readouterr().out == "\\x9b1m\\x1b[2J\n\n"
     assert text == "\x9b1m\x1b[2J\n"
 
@@ -473,7 +475,7 @@ def test_sample_prompts_repeatedly_on_terminal(run, capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    sample.main(SampleConfig(str(run), max_new_tokens=3))
+    sample.main(SampleConfig(run=str(run), max_new_tokens=3))
     out, err = capsys.readouterr()
     texts = [line for line in out.splitlines() if not line.startswith("  (")]
     assert texts[0].startswith("Meet a") and texts[1].startswith("There") and "'Dragon'" in err

@@ -43,7 +43,11 @@ def corpus(folder: Path) -> Path:
     text = folder / "text.jsonl"
     lines = ['{"text": "' + " ".join(f"{i * j % 97} gold" for j in range(2 + i % 19)) + '"}\n' for i in range(200)]
     text.write_text("".join(lines))
-    prepare(PrepareConfig(str(text), "byte", str(folder / "corpus"), validation="hash:0.2", num_workers=1))
+    prepare(
+        PrepareConfig(
+            source=str(text), tokenizer="byte", out=str(folder / "corpus"), validation="hash:0.2", num_workers=1
+        )
+    )
     return folder / "corpus"
 
 

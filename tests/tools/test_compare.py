@@ -71,7 +71,7 @@ def of_losses(tmp_path, name, losses, lr=0.001, **settings):
 
 
 def printed(capsys, *runs, **settings):
-    main(CompareConfig([str(run) for run in runs], **{"out": None, **settings}))
+    main(CompareConfig(runs=[str(run) for run in runs], **{"out": None, **settings}))
     return capsys.readouterr().out
 
 
@@ -200,7 +200,7 @@ def test_wrong_arguments_are_refused(arguments, message, tmp_path, monkeypatch, 
 
 
 def test_compare_imports_neither_torch_nor_scipy(tmp_path):
-    code = "import sys; from tools.compare import CompareConfig, main; main(CompareConfig(sys.argv[1:], out=None))"
+    code = "import sys; from tools.compare import CompareConfig, main; main(CompareConfig(runs=sys.argv[1:], out=None))"
     code += "; sys.exit(any(name in sys.modules for name in ('scipy', 'torch', 'matplotlib')))"
     runs = of_losses(tmp_path, "a", [1.0], 0.1) + of_losses(tmp_path, "b", [2.0], 0.2)
     subprocess.run([sys.executable, "-c", code, *runs], cwd=ROOT, check=True, capture_output=True)
@@ -329,10 +329,10 @@ def family(tmp_path):
     size = {"flops_per_token": 6000}
     rows = {step: log(step, 64 * step, **{"state/digest": f"d{step}"}) for step in (10, 20, 30)}
     root = fake_run(tmp_path / "root", rows, starts=[start(**size)])
-    begin = {"run": str(root), "step": 10, "digest": "d10", "tokens": 640}
+    begin = {"run": str(root), "step": 10, "digest": "d10"}
 
     def branch(name, **settings):
-        rows = {step: log(step, 640 + 256 * (step - 10), 50.0) for step in (20, 30)}
+        rows = {step: log(step, 256 * step, 50.0) for step in (20, 30)}
         return fake_run(tmp_path / name, rows, begin, starts=[start(**size)], global_batch_size=16, **settings)
 
     return [root, branch("wide"), branch("wide-1", seed=1), branch("warm", lr=0.1)]

@@ -153,7 +153,7 @@ def test_plot_draws_all_that_a_run_logged(trained):
 def test_plot_refuses_damaged_evaluation(content, tmp_path):
     (tmp_path / "evaluation.json").write_text(content)
     with pytest.raises(ConfigError, match="runs: .* cannot be plotted: "):
-        plot.main(plot.PlotConfig([str(tmp_path)]))
+        plot.main(plot.PlotConfig(runs=[str(tmp_path)]))
 
 
 def test_loss_curve_shows_single_point(tmp_path):

@@ -63,7 +63,7 @@ def test_schedule_scales_learning_rate_of_every_group():
     network = torch.nn.Linear(2, 2)
     optimizer = build_optimizer(network, OptimizerConfig(lr=1.0))
     optimizer.param_groups[1]["lr"] = 0.5
-    config = TrainConfig(steps=4, schedule=ScheduleConfig("linear"))
+    config = TrainConfig(steps=4, schedule=ScheduleConfig(name="linear"))
     for step, scale in ((2, 0.5), (0, 1.0), (3, 0.25)):
         apply_schedules(optimizer, network, config, step)
         assert [group["lr"] for group in optimizer.param_groups] == [scale, 0.5 * scale]
@@ -77,8 +77,8 @@ def test_added_schedule_is_one_function(name, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "dropout", lambda built_with, config, step: built_with * step)
     monkeypatch.setitem(SCHEDULES, "grad_clip", lambda built_with, config, step: built_with + step)
     model = GPTConfig(vocab_size=11, d_model=8, n_heads=2, d_ff=16, dropout=0.2)
-    optimizer = OptimizerConfig(name, weight_decay=0.4, grad_clip=1.0)
-    config = TrainConfig(steps=4, optimizer=optimizer, schedule=ScheduleConfig("constant"), model=model)
+    optimizer = OptimizerConfig(name=name, weight_decay=0.4, grad_clip=1.0)
+    config = TrainConfig(steps=4, optimizer=optimizer, schedule=ScheduleConfig(name="constant"), model=model)
     network = GPTModel(model)
     groups = (optimizer := build_optimizer(network, config.optimizer)).param_groups
     for step in (3, 1):

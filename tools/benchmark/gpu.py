@@ -73,8 +73,8 @@ class Scale(NamedTuple):
         """Return a shape as nanoGPT has it: without biases and dropout, with tied embeddings."""
         n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
         return GPTConfig(
-            vocab_size,
-            self.context or context,
+            vocab_size=vocab_size,
+            max_position_embeddings=self.context or context,
             n_layers=n_layers,
             n_heads=n_heads,
             d_model=d_model,
@@ -94,7 +94,8 @@ def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any)
     accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
     with torch.device(scale.device) as device:  # initialising a billion weights takes a CPU many seconds
         network = GPTModel(config)
-    run = TrainConfig(compile=scale.backend == "inductor", tf32=True, schedule=ScheduleConfig("constant"), **settings)
+    schedule = ScheduleConfig(name="constant")
+    run = TrainConfig(compile=scale.backend == "inductor", tf32=True, schedule=schedule, **settings)
     prepare_network(network, run, device)
     for block in network.blocks if not run.compile else ():
         block.compile(backend=scale.backend)

@@ -40,13 +40,12 @@ def measure(run: str) -> dict[str, object]:
     import torch
     import torch.nn.functional as F
 
-    from config.resolve import replace_settings
     from data.corpus import load_corpus
     from run.load import load_run
 
     config, model, _ = load_run(run)
     assert config is not None, run
-    config = replace_settings(config, {"evaluation.every": config.evaluation.every or 1, "exact": False})
+    config = config.replace(**{"evaluation.every": config.evaluation.every or 1, "exact": False})
     corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     assert config.model.vocab_size is not None  # of a trained model

@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
 
 from config.errors import ConfigError
-from config.parser import PASSED_ON, parse_tool
-from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from config.help import PASSED_ON
+from config.parser import parse_tool
+from model.settings import NonNegativeInt, PositiveInt, Settings
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
 
@@ -17,11 +19,10 @@ PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume")
 PRINTING_OPTIONS = ("-h", "--help", "--print_config")
 
 
-@dataclass
-class ExperimentConfig:
+class ExperimentConfig(Settings):
     """Tests whether a change is better than the baseline, by how much and at what cost."""
 
-    arguments: list[str] = field(metadata=PASSED_ON)
+    arguments: Annotated[list[str], PASSED_ON]
     """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
 
     max_seeds: PositiveInt = 12
@@ -83,7 +84,7 @@ class ExperimentConfig:
     allow_data_changes: bool = False
     """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""
 
-    json: bool = False
+    print_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of text."""
 
 
@@ -107,8 +108,7 @@ def print_error(idea: str, message: str, exit_code: int) -> None:
     print(json.dumps({"idea": idea, "verdict": None, "exit_code": exit_code, "message": message}))
 
 
-@dataclass
-class ReportConfig:
+class ReportConfig(Settings):
     """Prints all experiments as a table, which is also written to LAB/report.md, and draws them in LAB/report.png."""
 
     lab: str = "lab"

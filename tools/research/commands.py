@@ -50,10 +50,10 @@ def main(config: ChainConfig) -> None:
     try:
         result = run(config)
     except BaseException as error:
-        if config.json:
+        if config.print_json:
             print_error(str(error) or type(error).__name__)
         raise
-    print(json.dumps(result.facts) if config.json else "\n".join(result.lines))
+    print(json.dumps(result.facts) if config.print_json else "\n".join(result.lines))
     if result.exit_code:
         raise SystemExit(result.exit_code)
 
@@ -71,7 +71,7 @@ def run(config: ChainConfig) -> Result:
     except Stopped as stopped:
         return Result({"status": "stopped", "message": str(stopped)}, [str(stopped)], EXIT_STOPPED)
     except Failed as failed:
-        raise RunError(f"{failed.job.run.path}: {failed}; log: {failed.job.output}") from None
+        raise RunError(f"{failed.training.directory}: {failed}; log: {failed.training.output}") from None
     except ArmFailed as failed:
         raise RunError(f"the head or the start of the chain: {failed}") from None
     except OSError as error:

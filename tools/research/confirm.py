@@ -118,14 +118,14 @@ def compare(
     if contrast.problem:
         return {"status": "not separable", "message": contrast.problem}
     arguments = chain.arguments(contrast.name, *shlex.split(contrast.settings))
-    experiment = Experiment(ExperimentConfig(arguments, first_seed=first_seed), chain.lab, jobs)
+    experiment = Experiment(ExperimentConfig(arguments=arguments, first_seed=first_seed), chain.lab, jobs)
     changed = Change((), contrast.base, contrast.commit, diff_of(contrast.base, contrast.commit))
     with checked_out(changed) as (base, head):
         try:
             baseline = experiment.resolve_baseline(base)
             candidate = experiment.resolve_candidate(baseline, head, changed)
             arms = experiment.scale_both(baseline, candidate, contrast.size)
-            experiment.train([arm.job(seed) for seed in range(config.seeds) for arm in arms])
+            experiment.train([arm.run(seed) for seed in range(config.seeds) for arm in arms])
             metric = choose_metric(*arms)
         except (ConfigError, ArmFailed, Failed) as error:
             if contrast.base == chain.start["commit"]:

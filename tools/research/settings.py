@@ -1,30 +1,30 @@
 """Settings of tools.research; importable without torch."""
 
 import json
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat
 
 from config.errors import ConfigError
-from config.parser import PASSED_ON
-from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from config.help import PASSED_ON, POSITIONAL
+from model.settings import NonNegativeInt, PositiveInt, Settings
 from tools.experiment.settings import DEFAULT_CONFIG, parse_tool_with_json
 
 
-@dataclass
-class ChainConfig:
+class ChainConfig(Settings):
     """Settings of all commands."""
 
-    lab: str = field(default="lab", kw_only=True)
+    lab: str = "lab"
     """The directory of the ledger, runs and diffs of one chain."""
 
-    jobs: PositiveInt | None = field(default=None, kw_only=True)
+    jobs: PositiveInt | None = None
     """Concurrent runs. null: one for each GPU, or for each core up to 8."""
 
-    json: bool = field(default=False, kw_only=True)
+    print_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of text."""
 
 
-@dataclass
 class StartConfig(ChainConfig):
     """Starts a chain: creates its branch, trains the baseline and prints which effects can be detected."""
 
@@ -44,11 +44,10 @@ class StartConfig(ChainConfig):
     """Text for the ledger."""
 
 
-@dataclass
 class TryConfig(ChainConfig):
     """Tests an idea against the head of the chain."""
 
-    idea: list[str] = field(metadata=PASSED_ON)
+    idea: Annotated[list[str], PASSED_ON]
     """In one argument: settings, or a git branch or commit, a patch file, or . for the working tree, then settings.
     For `combine`: numbers of ideas."""
 
@@ -65,20 +64,17 @@ class TryConfig(ChainConfig):
     """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""
 
 
-@dataclass
 class CombineConfig(TryConfig):
     """Tests several ideas together, named by their numbers, against the head of the chain."""
 
 
-@dataclass
 class DropConfig(ChainConfig):
     """Rejects an idea, and removes it from the working tree if it is there unchanged; its diff stays in the lab."""
 
-    id: NonNegativeInt
+    id: Annotated[NonNegativeInt, POSITIONAL]
     """Number of the idea."""
 
 
-@dataclass
 class KeepConfig(DropConfig):
     """Accepts an idea: commits it to the branch, and trains the new baseline on seeds that no selection has used."""
 
@@ -86,7 +82,6 @@ class KeepConfig(DropConfig):
     """Accept the idea although it is not better; the ledger records this."""
 
 
-@dataclass
 class ConfirmConfig(ChainConfig):
     """Compares the head with the start, and with each accepted idea left out, on seeds that are reserved for this."""
 
@@ -106,7 +101,6 @@ class ConfirmConfig(ChainConfig):
     """Also compare the head with the head without each accepted idea."""
 
 
-@dataclass
 class LogConfig(ChainConfig):
     """Prints the ideas in chronological order, and draws the chain in LAB/chain.png."""
 

@@ -81,7 +81,7 @@ def make_recipe(
     """
     seq_len = TEXT_TOKENS if corpus else STORY_TOKENS
     model = model_of_depth(depth, family, vocab_size, seq_len)
-    parameters, flops_per_token = measure_network(model, seq_len)
+    parameters, flops_per_token = measure_network(model, seq_len)  # pyright: ignore
     tokens = tokens_per_parameter * parameters
     if not 1 <= tokens < MAX_TOKENS:
         product = f"{tokens_per_parameter:g} for each of {format_count(parameters)} parameters"

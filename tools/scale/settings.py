@@ -1,13 +1,13 @@
 """Settings of tools.scale; importable without torch."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from model.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
+
+from model.settings import NonNegativeInt, PositiveInt, Settings
 
 
-@dataclass
-class ScaleConfig:
+class ScaleConfig(Settings):
     """Prints the recipe of a depth, or measures how the loss falls with size and data."""
 
     depth: PositiveInt | None = None

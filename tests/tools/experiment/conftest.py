@@ -80,7 +80,7 @@ sys.exit(state == "failed")
 def fake_scorer(arm, command, *words):
     """In place of tools/experiment/scorer.py, which needs torch."""
     if command == "measure":
-        loss = arm.job(0).run.newest_metrics()["val/loss"]
+        loss = arm.run(0).last_row()["val/loss"]
         facts = {
             "targets": "abc",
             "num_targets": 7,
@@ -122,7 +122,7 @@ def run_experiment(tmp_path, monkeypatch):
         (lab / "started").unlink(missing_ok=True)
         printed.clear()
         others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
-        config = ExperimentConfig([text, *common], lab=str(lab), **others)
+        config = ExperimentConfig(arguments=[text, *common], lab=str(lab), **others)
         if error:
             with pytest.raises(error) as raised:
                 main(config)

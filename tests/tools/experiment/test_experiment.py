@@ -538,11 +538,11 @@ def test_format_multiplier_marks_bounds():
 
 @pytest.mark.slow
 def test_report_and_log_after_several_experiments(run_experiment):
-    log.main(ReportConfig(str(run_experiment.lab)))  # without experiments
+    log.main(ReportConfig(lab=str(run_experiment.lab)))  # without experiments
     for text in ("--optimizer.lr 3.0", "--model.mlp relu2", "--optimizer.lr 0", "--model.mlp gelu"):
         run_experiment(text, margin=0.02)
     (run_experiment.lab / "log.jsonl").open("a").write('{"half a li')
-    log.main(ReportConfig(str(run_experiment.lab)))
+    log.main(ReportConfig(lab=str(run_experiment.lab)))
     before = len(log.read_log(run_experiment.lab))
     run_experiment("--optimizer.lr 9.0", margin=0.02)
     assert len(log.read_log(run_experiment.lab)) == before + 1, "the row after an incomplete line is lost"
@@ -591,7 +591,7 @@ def tiny(tmp_path, monkeypatch):
 def test_real_runs_detect_planted_defect(tiny, tmp_path, capsys):
     """A learning rate of nearly nothing."""
     words = ["--optimizer.lr 1e-6", "--config", str(tiny)]
-    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), speedup=False, json=True))
+    main(ExperimentConfig(arguments=words, lab=str(tmp_path / "lab"), speedup=False, json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "worse" and found["seeds"] == 3
     parameters, flops = found["cost"]["parameters"], found["cost"]["flops_per_token"]
@@ -622,7 +622,7 @@ def test_real_tokenizers_of_one_text(tmp_path, monkeypatch, capsys):
     recipe["evaluation"]["num_samples"] = None
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     words = [f"--data.path {tmp_path / 'pairs'}", "--config", str(tmp_path / "tiny.yaml")]
-    main(ExperimentConfig(words, lab=str(tmp_path / "lab"), speedup=False, json=True))
+    main(ExperimentConfig(arguments=words, lab=str(tmp_path / "lab"), speedup=False, json=True))
     for number, handler in handlers.items():
         signal.signal(number, handler)
     found = json.loads(capsys.readouterr().out)

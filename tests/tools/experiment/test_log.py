@@ -52,11 +52,11 @@ def test_damaged_rows_are_skipped(damaged, tmp_path):
     row = {name: value for name, value in (ROW | damaged).items() if value is not ...}
     (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(ROW)[:20] + "\n" + json.dumps(ROW) + "\n")
     assert log.read_log(tmp_path) == [ROW]
-    log.main(ReportConfig(str(tmp_path)))
+    log.main(ReportConfig(lab=str(tmp_path)))
 
 
 def test_report_is_printed_without_a_writable_lab(tmp_path, capsys):
     (tmp_path / "report.md").mkdir()
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
-        log.main(ReportConfig(str(tmp_path)))
+        log.main(ReportConfig(lab=str(tmp_path)))
     assert capsys.readouterr().out.startswith("| idea |")

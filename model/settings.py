@@ -1,0 +1,31 @@
+"""The base class of all settings. It is in model/ because model/ imports no other package of this repository."""
+
+from typing import Annotated, Any, Self
+
+import pydantic
+from annotated_types import Lt
+from pydantic import BaseModel, ConfigDict
+
+# Integers reach torch and NumPy as int64.
+PositiveInt = Annotated[pydantic.PositiveInt, Lt(2**63)]
+NonNegativeInt = Annotated[pydantic.NonNegativeInt, Lt(2**63)]
+
+
+class Settings(BaseModel):
+    """Frozen, typed settings. Each field is a setting; `--help` shows its default and its docstring.
+
+    Raises:
+        pydantic.ValidationError: a ValueError for unknown names, values of another type, infinity and NaN.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, defer_build=True
+    )
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with some settings changed; `**{"optimizer.lr": 0.1}` changes one of a section."""
+        settings = dict(self)
+        for name, value in changes.items():
+            section, _, name_in_section = name.partition(".")
+            settings[section] = settings[section].replace(**{name_in_section: value}) if name_in_section else value
+        return type(self).model_validate(settings)
