@@ -78,7 +78,7 @@ def check_error_rates(num_ideas, num_rows, fractions_real, kind, looks, repeats)
 
 
 @pytest.mark.parametrize("kind", NOISES)
-def test_few_false_discoveries_and_intervals_cover(kind):
+def test_error_rates_of_small_screens(kind):
     check_error_rates(8, 48, (0, 1 / 3), kind, looks=3, repeats=25)
 
 
@@ -89,7 +89,7 @@ def test_error_rates_of_large_screens(num_ideas, num_rows, kind):
     check_error_rates(num_ideas, num_rows, (0, 0.1, 1 / 3), kind, looks=12, repeats=100)
 
 
-def test_one_idea_is_compared_as_by_t_tests():
+def test_one_idea_matches_t_tests():
     generator = np.random.default_rng(0)
     on = np.arange(20) % 4 == 0
     losses = generator.normal(0, np.where(on, 0.2, 0.05))
@@ -101,7 +101,7 @@ def test_one_idea_is_compared_as_by_t_tests():
     assert width > usual.high - usual.low and width == pytest.approx(welch.high - welch.low, rel=0.25)
 
 
-def test_equal_variances_need_hardly_wider_intervals():
+def test_robust_intervals_are_hardly_wider():
     rows = extend_design(np.zeros((0, 8), bool), 96)
     features = np.c_[np.ones(96), rows]
     ratios = []
@@ -148,14 +148,14 @@ def test_json_has_the_documented_keys():
     assert all(idea["verdict"] == "unknown" for idea in parsed["ideas"][1:])
 
 
-def test_q_values_are_of_benjamini_and_hochberg_times_looks():
+def test_q_values_include_factor_for_looks():
     rows = design(8, 48)
     ideas = analyze([""] * 8, rows, rows[:, 0] * 0.1 + np.random.default_rng(2).normal(0, 0.08, 48)).ideas
     p = np.array([idea.p for idea in ideas])
     assert [idea.q for idea in ideas] == pytest.approx(stats.false_discovery_control(np.minimum(1, LOOKS * p)))
 
 
-def test_idea_that_makes_runs_fail_is_blamed_alone():
+def test_failing_idea_is_blamed_alone():
     rows = extend_design(np.zeros((0, 23), bool), 96)
     generator = np.random.default_rng(0)
     effects = np.zeros(23)
@@ -171,7 +171,7 @@ def test_idea_that_makes_runs_fail_is_blamed_alone():
     assert not any(idea.failed or idea.verdict == "failed" for idea in others)
 
 
-def test_idea_whose_runs_all_fail_has_no_effect():
+def test_idea_that_always_fails_has_no_effect():
     rows = extend_design(np.zeros((0, 8), bool), 48)
     screen = analyze([""] * 8, rows, np.where(rows[:, 0], np.nan, np.random.default_rng(0).normal(size=48)))
     assert screen.to_json()["ideas"][0]["effect"] is None and screen.ideas[0].verdict == "failed"

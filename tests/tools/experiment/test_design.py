@@ -25,7 +25,7 @@ def standard_errors(rows):
 
 
 @pytest.mark.parametrize(("num_ideas", "num_rows", "worst"), [(8, 48, 1.1), (23, 48, 1.25), (40, 200, 1.06)])
-def test_sparse_rows_have_nearly_uncorrelated_columns(num_ideas, num_rows, worst):
+def test_columns_are_nearly_uncorrelated(num_ideas, num_rows, worst):
     rows = cached_design(num_ideas, num_rows)
     assert rows.shape == (num_rows, num_ideas) and not rows[0].any()
     assert rows.mean() == pytest.approx(FRACTION, abs=0.02)
@@ -48,14 +48,14 @@ def test_few_ideas(num_ideas):
     assert np.linalg.matrix_rank(np.c_[np.ones(24), rows]) == num_ideas + 1
 
 
-def test_rows_are_a_function_of_the_arguments():
+def test_rows_depend_on_arguments_alone():
     rows = new_design(8, 24)
     assert (rows == new_design(8, 24)).all()
     assert (extend_design(rows, 12) == extend_design(rows, 12)).all()
     assert (rows != new_design(8, 24, seed=1)).any()
 
 
-def test_extension_is_nearly_as_good_as_one_design():
+def test_extension_is_nearly_optimal():
     rows = new_design(23, 48)
     rows = np.r_[rows, extend_design(rows, 48)]
     assert standard_errors(rows).max() < 1.12
@@ -79,7 +79,7 @@ def test_ideas_that_join_catch_up():
     assert standard_errors(rows)[:8].max() < standard_errors(early[:, :8]).max() * np.sqrt(72 / 48)
 
 
-def test_exclusive_ideas_are_never_on_together():
+def test_exclusive_ideas_stay_apart():
     pairs = [*combinations(range(4), 2), (3, 7)]
     rows = new_design(12, 48, exclusive=pairs)
     rows = np.r_[rows, extend_design(rows, 24, exclusive=pairs)]
@@ -87,7 +87,7 @@ def test_exclusive_ideas_are_never_on_together():
     assert standard_errors(rows).max() < 1.3
 
 
-def test_ideas_of_one_setting_are_on_one_at_a_time():
+def test_ideas_of_one_setting_alternate():
     rows = new_design(5, 30, exclusive=combinations(range(5), 2))
     assert rows.sum(1).max() == 1 and set(rows.sum(0)) <= {3, 4}
     assert np.linalg.matrix_rank(np.c_[np.ones(30), rows]) == 6

@@ -10,7 +10,7 @@ from tools.experiment.picture import draw
 
 
 @pytest.mark.parametrize("num_ideas", [2, 8, 40])
-def test_picture_sorts_ideas_and_marks_shams(num_ideas, tmp_path, monkeypatch):
+def test_picture_sorts_and_marks_ideas(num_ideas, tmp_path, monkeypatch):
     figures, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), savefig(self, *a, **k)))
     rows = extend_design(np.zeros((0, num_ideas), bool), 3 * num_ideas + 24)
