@@ -102,7 +102,7 @@ def error_with_interactions(num_ideas, num_rows, interaction, deviation=0.08):
     return np.sqrt(variances.mean())
 
 
-def test_a_fifth_keeps_errors_small(monkeypatch):
+def test_fraction_keeps_errors_small(monkeypatch):
     """A tenth is worse without interactions, a half with them."""
     errors = {}
     for fraction in (0.1, FRACTION, 0.5):
