@@ -206,10 +206,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those marked `cuda`: the others check bits of the CPU."""
     if "cuda" not in config.getoption("markexpr").replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if sys.platform == "darwin":  # a process that has used MPS cannot fork, and the tests fork
+            os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run long files first, so that no worker waits for one at the end."""
+    """Run long files first, so that no worker waits for one at the end, and skip what only Linux can run."""
+    for item in items:
+        if sys.platform != "linux" and item.get_closest_marker("linux_only"):
+            item.add_marker(pytest.mark.skip(reason="needs Linux"))
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 

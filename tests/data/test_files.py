@@ -109,6 +109,7 @@ def test_training_without_file_locks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.linux_only
 @pytest.mark.skipif(not shutil.which("gcc"), reason="gcc is not installed")
 def test_launched_training_without_file_locks(tmp_path):
     (tmp_path / "less.c").write_text(PRELOADED)

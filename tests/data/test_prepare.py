@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import datasets
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -553,9 +554,9 @@ def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path, num_workers):
     stopped = run(*command, preamble=SMALL_BLOCKS + INTERRUPT, exit_code=130)
     assert "Traceback" not in stopped.stderr and "not interrupted" not in stopped.stderr
     assert stopped.stderr.endswith("prepare: interrupted; run the same command again to resume\n")
-    process = Path(f"/proc/{(tmp_path / 'a.jsonl.pid').read_text()}/stat")
+    pid = int((tmp_path / "a.jsonl.pid").read_text())
     for _ in range(100):
-        if not process.exists() or process.read_text().split()[2] == "Z":
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             break
         time.sleep(0.1)
     else:
@@ -697,6 +698,7 @@ def test_prepare_detects_changed_folder(tmp_path, bpe, monkeypatch, what):
     assert "is not what this command would make" in refusal(*arguments)
 
 
+@pytest.mark.linux_only
 def test_prepare_syncs_files_before_renaming(tmp_path, monkeypatch):
     """Every file and folder of a corpus is synced before it gets its name."""
     events, originals = [], {name: getattr(os, name) for name in ("fsync", "rename")}
@@ -888,6 +890,7 @@ p.cli = reporting
 
 
 @pytest.mark.slow
+@pytest.mark.linux_only
 @pytest.mark.parametrize("megabytes", [2, 300])
 def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
     """Peak memory stays far below the size of the text and its tokens."""

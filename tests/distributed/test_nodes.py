@@ -1,11 +1,10 @@
 """Two nodes: network namespaces of this machine, connected by a virtual cable that can be cut."""
 
-import os
-import signal
 import subprocess
 import time
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from tests.conftest import (
@@ -112,8 +111,7 @@ def test_killed_process_restarts_both_nodes(nodes, uninterrupted, runs):
     launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20, max_restarts=2)
     for killed, steps in [(1, 20), (0, 120)]:
         wait_for_steps(runs / "run", steps, launchers)
-        with open(f"/proc/{launchers[killed].pid}/task/{launchers[killed].pid}/children") as file:
-            os.kill(int(file.read().split()[0]), signal.SIGKILL)
+        psutil.Process(launchers[killed].pid).children()[0].kill()
     exit_codes, outputs = end(launchers)
     assert exit_codes == [0, 0] and outputs[0].count("resumed at step") == 2, outputs
     assert_same_run(runs / "run", uninterrupted, STEPS)

@@ -5,6 +5,7 @@ the command line, and the expected outcome.
 """
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,6 +122,8 @@ ROWS = {
 @pytest.mark.parametrize("name", thinned(ROWS, 2))
 def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     row = ROWS[name]
+    if row.code == LITTLE_MEMORY and sys.platform != "linux":
+        pytest.skip("the limit is not enforced")
     named = [] if "--name" in row.words else ["--name", "run"]
     words = [*row.words, "--out_dir", str(runs), *named]
     done = forked.run("-c", [BEGIN.format(code=row.code), *words], 0, environment(**row.env))

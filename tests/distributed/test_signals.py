@@ -7,6 +7,7 @@ import subprocess
 import time
 from contextlib import suppress
 
+import psutil
 import pytest
 
 from checkpoint.manifest import newest_valid
@@ -65,8 +66,7 @@ def start_launcher(arguments, run, faults, max_restarts=0, **env):
 
 
 def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def status(run):
@@ -217,7 +217,7 @@ def test_killed_launcher_stops_its_processes(runs):
     workers = children(launcher.pid)
     launcher.kill()
     try:
-        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), lambda: True)
+        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers), lambda: True)
     finally:
         for pid in workers:
             with suppress(ProcessLookupError):

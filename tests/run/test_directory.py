@@ -558,6 +558,7 @@ def test_training_continues_after_stdout_pipe_closes(runs):
 FULL_STDOUT = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"
 
 
+@pytest.mark.linux_only
 @pytest.mark.parametrize(("words", "exit_code"), [(["--print_config"], 1), ([], 0)])
 def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
     words = ["train.py", *words, *RECIPE, "--out_dir", runs]

@@ -50,6 +50,7 @@ def finished(tmp_path_factory):
     return out_dir / "run"
 
 
+@pytest.mark.linux_only
 def test_full_stdout_fails_compare(finished):
     words = ["tools.compare", str(finished), "--out", "null"]
     done = forked.run("-c", [FULL_STDOUT + RUN_MODULE, *words], 0, environment())

@@ -1,7 +1,6 @@
 """Training waits at most `timeout_seconds` for loaders, saves and trackers."""
 
 import os
-import shutil
 import signal
 import subprocess
 
@@ -44,7 +43,7 @@ def test_dead_data_worker_ends_the_run(processes, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("unshare"), reason="a file system of one's own is of Linux")
+@pytest.mark.linux_only
 @pytest.mark.parametrize(("size", "code"), [("8k", 1), ("120k", 0)])
 def test_full_shared_memory_is_reported(size, code, runs):
     """/dev/shm as in a container: too small for the semaphores of the queues, or just large enough for them."""
