@@ -35,11 +35,12 @@ from distributed.state_hash import state_digest
 from distributed.tree_reduce import TreeSum
 from model.gpt import GPTModel
 from run import trackers
-from run.directory import RunDirectory
+from run.directory import Run
 from run.load import LoadedModel, copy_initial_weights
 from run.reporting import Reporter
 from run.resolve import resolve
 from run.resume import StartingPoint
+from run.start import check_run, open_run, record_outcome
 from run.summary import summary
 from training.block_stats import BlockStatistics
 from training.ema import ema_weights
@@ -66,19 +67,19 @@ def main(config: TrainConfig) -> None:
             checkpoint cannot be written.
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
-    run = RunDirectory(config.out_dir, config.run_name)
-    with run.record_outcome(config):
+    run = Run.of(config)
+    with record_outcome(run, config):
         # Each process first refuses the errors that it can find alone, before a process group exists.
-        # check_same_settings and run.open refuse the rest.
+        # check_same_settings and open_run refuse the rest.
         check_launch(config)
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
-        run.check(config)
+        check_run(run, config)
         corpus.verify()  # once for each machine, where the other processes wait for the first in start_accelerator
         accelerator = start_accelerator(config, corpus.max_verification_seconds)
         check_same_settings(config, accelerator)
         stop_signal = StopSignal()  # installs the handlers
-        start = run.open(config, accelerator)
+        start = open_run(run, config, accelerator)
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, initial_model)
         else:
@@ -91,7 +92,7 @@ def main(config: TrainConfig) -> None:
 def train(
     config: TrainConfig,
     corpus: Corpus,
-    run: RunDirectory,
+    run: Run,
     start: StartingPoint,
     accelerator: Accelerator,
     stop_signal: StopSignal,
@@ -118,10 +119,11 @@ def train(
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
     )
     flops_per_token = state.network.flops_per_token(config.seq_len)
-    throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator))
+    since = start.step, start.tokens
+    throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator), since)
     with (
         Reporter(config, run, start.step, accelerator) as reporter,
-        Saver(run.checkpoints, config, accelerator, reporter.sync) as saver,  # sync: flushes metrics before each save
+        Saver(run.checkpoints, config, accelerator, reporter.sync, run.record_progress) as saver,
         step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
@@ -169,8 +171,7 @@ def train(
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
             reporter.log(completed, metrics)
             if save_now:
-                saver.save(completed, state, metrics)
-                run.record_progress(completed)
+                saver.save(completed, throughput.tokens_before(completed), state, metrics)
             if stop_now or completed == config.steps:
                 saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends
             if stop_now:
@@ -247,7 +248,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
 
 
 def build_state(
-    config: TrainConfig, run: RunDirectory, accelerator: Accelerator, initial_model: LoadedModel | None
+    config: TrainConfig, run: Run, accelerator: Accelerator, initial_model: LoadedModel | None
 ) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device

@@ -38,6 +38,8 @@ class Manifest:
 
     step: int
     """Completed steps."""
+    tokens: int
+    """Training tokens until `step`."""
     skipped: tuple[int, int]
     """Skipped updates so far: in all, and in a row until this step."""
     metrics: dict[str, Any]

@@ -4,6 +4,7 @@ A checkpoint is written into a temporary sibling directory, its manifest (checkp
 renamed. checkpoint/storage.py writes and reads the tensors.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -20,7 +21,7 @@ from accelerate import Accelerator
 
 from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
 from checkpoint.provenance import launch_facts, provenance
-from config.errors import ConfigError, RunError
+from config.errors import ConfigError, RunError, error_kind
 from config.schema import TrainConfig
 from data.files import fsync, sha256
 from data.json_objects import finite_or_null
@@ -35,18 +36,29 @@ SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metric
 class SaveError(RunError):
     """A checkpoint could not be written; older ones are untouched."""
 
+    def __init__(self, message: str, kind: str = "error"):
+        super().__init__(message)
+        self.kind = kind
+
 
 class Saver(AbstractContextManager):
     """Saves checkpoints: the state is copied to CPU memory, and a thread writes the copy while training continues.
 
     With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
-    `sync_metrics` is called before a checkpoint is renamed, to flush the logged rows of its steps to disk.
+    `sync_metrics` is called before a checkpoint is renamed, to flush the logged rows of its steps to disk, and
+    `record_progress` after it, with its step.
     """
 
     def __init__(
-        self, checkpoints: Path, config: TrainConfig, accelerator: Accelerator, sync_metrics: Callable[[], None]
+        self,
+        checkpoints: Path,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        sync_metrics: Callable[[], None],
+        record_progress: Callable[[int], None],
     ):
-        self.checkpoints, self.config, self.sync_metrics = checkpoints, config.checkpoint, sync_metrics
+        self.checkpoints, self.config = checkpoints, config.checkpoint
+        self.sync_metrics, self.record_progress = sync_metrics, record_progress
         self.facts = {"config": config.model_dump(mode="json"), "provenance": provenance(), **launch_facts(accelerator)}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         # A separate process group, always gloo, keeps the thread's collectives apart from those of training.
@@ -67,8 +79,10 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     print(error, file=sys.stderr)
 
-    def save(self, step: int, state: TrainState, metrics: Mapping[str, float | str]) -> None:
+    def save(self, step: int, tokens: int, state: TrainState, metrics: Mapping[str, float | str]) -> None:
         """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
+
+        `tokens` are the training tokens until `step`.
 
         Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values in `optimizer.state`
         that are not tensors.
@@ -78,7 +92,7 @@ class Saver(AbstractContextManager):
 
         tensors = storage.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
         copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
-        rest = {"step": step, "skipped": state.results.skipped, "metrics": finite_or_null(metrics)}
+        rest = {"step": step, "tokens": tokens, "skipped": state.results.skipped, "metrics": finite_or_null(metrics)}
         self.pending = self.executor.submit(self._write, copy, rest)
         if not self.config.asynchronous:
             self._wait_for_thread()  # the next self.wait raises any other error
@@ -131,7 +145,8 @@ class Saver(AbstractContextManager):
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
                     if free_bytes < num_bytes:
-                        raise OSError(f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free")
+                        needed = f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free"
+                        raise OSError(errno.ENOSPC, needed)
                     temporary.mkdir()
             from checkpoint import storage
 
@@ -149,6 +164,7 @@ class Saver(AbstractContextManager):
                     shutil.rmtree(final, ignore_errors=True)  # invalid, or the run would have resumed from it
                     os.rename(temporary, final)
                     fsync(self.checkpoints)
+                    self.record_progress(state["step"])
                     rotate(self.checkpoints, state["step"], self.config)
         except SaveError:
             if self.rank == 0:
@@ -162,12 +178,14 @@ class Saver(AbstractContextManager):
         try:
             yield
         except (OSError, InvalidCheckpoint) as problem:
-            error = str(problem)
+            text = problem.strerror if isinstance(problem, OSError) and not problem.filename else None
+            error = text or str(problem), error_kind(problem)
         if errors := [found for found in self._gather(error) if found is not None]:
             remedy = "Older checkpoints are untouched; free the disk or choose another out_dir, and start again"
             if not (self.checkpoints.parent / "config.yaml").exists():
                 remedy = "The directory of the run is gone"
-            raise SaveError(f"cannot write the checkpoint {final}: {errors[0]}. {remedy}")
+            message, kind = errors[0]
+            raise SaveError(f"cannot write the checkpoint {final}: {message}. {remedy}", kind)
 
     def _gather(self, own: Any) -> list[Any]:
         """Return the values of all processes, by rank."""

@@ -4,8 +4,10 @@ Any number of processes can read what any other number wrote. Files of unsharded
 reads safetensors. DCP is slow to import, so checkpoint/saver.py imports this module when it is first needed.
 """
 
+import errno
 import functools
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -98,7 +100,11 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], group: dist.Process
     try:
         save(tensors, storage_writer=Writer(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as exception:
-        raise OSError("; ".join(sorted({str(cause) for cause, _ in exception.failures.values()}))) from None
+        causes = [cause for cause, _ in exception.failures.values()]
+        text = "; ".join(sorted(map(str, causes)))
+        # safetensors has no attribute for the number, only "(os error 28)" in its text.
+        numbers = [getattr(cause, "errno", None) for cause in causes] + re.findall(r"\(os error (\d+)\)", text)
+        raise OSError(int(next(filter(None, numbers), errno.EIO)), text) from None
 
 
 def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

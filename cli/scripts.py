@@ -24,7 +24,7 @@ except ImportError:
     sys.exit(2)
 
 from cli.output import failed_print, ignore_failed_prints, printable
-from config.errors import ConfigError, RunError
+from config.errors import ConfigError, RunError, error_kind
 from config.parser import parse_config, parse_tool
 from distributed.signals import Preempted, ignore_stop_signals
 from distributed.world import is_main_process, num_processes, process_rank
@@ -117,13 +117,14 @@ def report(error: BaseException, program: str) -> int:
             return 75
         case ConfigError() | RunError():
             message, is_shared = str(error), True
-        case Exception() if is_memory_error(error):
+        case Exception() if error_kind(error) == "out_of_memory":
             message, is_shared = explain_full_memory(error), False
         case Exception() if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             message, is_shared = explain_failed_compilation(error), True
         case _:
             traceback.print_exception(error)
-            message, is_shared = explain_lost_process(error), False
+            message = explain_lost_process(error) if error_kind(error) == "lost_process" else ""
+            is_shared = False
     if is_shared:
         let_main_process_fail_first()
     if message:
@@ -164,24 +165,12 @@ def let_main_process_fail_first() -> None:
 
 
 def explain_lost_process(error: BaseException) -> str:
-    """Return the message below the traceback of a failed collective operation; "" for other errors."""
-    from torch.distributed import DistError
-
-    # Errors of gloo contain the name of its source file, or "pair closure" if another operation had failed before.
-    is_from_gloo = any(words in str(error) for words in ("gloo", "pair closure"))
-    if not isinstance(error, DistError) and not is_from_gloo:
-        return ""
+    """Return the message below the traceback of a failed collective operation."""
     return (
         f"process {process_rank()} lost the others in {own_line(error)}: {str(error).splitlines()[0]}\n"
         "A process died or hangs, or a network link is down (timeout_seconds limits the wait). Rerun the same command "
         "to resume from the newest checkpoint."
     )
-
-
-def is_memory_error(error: Exception) -> bool:
-    """Return whether the CPU or a GPU was out of memory."""
-    is_from_cpu = isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return is_from_cpu or type(error).__name__ == "OutOfMemoryError"  # by name, to avoid importing torch
 
 
 def explain_full_memory(error: Exception) -> str:

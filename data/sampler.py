@@ -64,6 +64,17 @@ class BatchSizes:
         # An increase at step t adds first_size sequences to each of the steps t, ..., step - 1.
         return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
+    def tokens(self, step: int, seq_len: int, since: tuple[int, int] = (0, 0)) -> int:
+        """Return the number of training tokens, with padding, in steps 0 to `step` - 1.
+
+        Args:
+            step: at least `since[0]`.
+            seq_len: tokens of a sequence.
+            since: a step, and the tokens before it. Those of a branch were counted with other sizes, its parent's.
+        """
+        first, before = since
+        return before + (self.sequences_before(step) - self.sequences_before(first)) * seq_len
+
 
 class GlobalBatches(BatchSizes):
     """The sample indices of every global batch of a run, each epoch in another random order.

@@ -1,177 +1,253 @@
-"""The directory of a run, `<out_dir>/<name>/`, as train.py writes it."""
+"""A run on disk, the directory `<out_dir>/<name>/`: its settings, rows, sessions, checkpoints, status and lock.
+
+Nothing here imports torch. run/start.py starts a training in the directory.
+"""
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from hashlib import sha256
+import math
+import os
+import statistics
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import yaml
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-
-from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
-from config.errors import ConfigError, RunError
+from checkpoint.manifest import Manifest, readable_checkpoints
+from config.errors import ConfigError
+from config.paths import expand_user_path
 from config.schema import TrainConfig
-from data.files import copy_folder, move_aside, write_atomically
-from distributed.collectives import broadcast_from_main
-from distributed.signals import Preempted
-from distributed.world import is_main_process
-from run.lock import LOCK_FILE, RunLock
-from run.metrics_log import truncate_after_step
-from run.resume import (
-    StartingPoint,
-    check_existing_run,
-    check_new_run,
-    choose_starting_point,
-    differing_settings,
-    resumed_settings,
-    starts_afresh,
-    with_stored_model,
-)
-from run.status import Status, write_outcome, write_status
+from data.files import flush_to_disk, lock, write_atomically
+from data.json_objects import from_json, parse_object
+from data.sampler import BatchSizes
+from run.metrics_log import read_newest_row, read_rows
+from run.stored_settings import read_settings
+
+LOCK_FILE = ".lock"
+MAX_REASON_CHARACTERS = 1000  # so that status.json fits into one block of the disk, see Run.write_status
 
 
-class RunDirectory:
-    """Config, status, metrics and checkpoints of one run; all but checkpoints are written by the main process alone."""
+@dataclass(frozen=True)
+class Status:
+    """Content of status.json, for programs that decide whether to restart a run."""
 
-    def __init__(self, out_dir: str, name: str):
-        self.path = Path(out_dir).expanduser() / name
-        self.checkpoints = self.path / "checkpoints"
-        self.metrics_file, self.generations_file = self.path / "metrics.jsonl", self.path / "generations.jsonl"
-        self.sessions_file, self.status_file = self.path / "sessions.jsonl", self.path / "status.json"
-        self.lock = RunLock(self.path)
-        self.is_open = False
-        self._resolved_config: TrainConfig | None = None
+    state: str
+    """running, finished, preempted or failed."""
+    step: int
+    """The step from which the run can resume: of the newest complete checkpoint, else the one it started from."""
+    reason: str = ""
+    """Why the run was preempted or failed, for people."""
+    kind: str | None = None
+    """The same for programs, of a failed run: see config/errors.py."""
 
-    def check(self, config: TrainConfig) -> None:
-        """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
 
-        Every process calls it before the process group exists; nothing is written.
-        """
-        self._resolved_config = config
-        existing = self.path
+@dataclass(frozen=True)
+class Branch:
+    """The checkpoint that a branch was started from; `run` is the absolute path of its run directory at that time."""
+
+    run: str
+    step: int
+    digest: str | None = None
+    """`state/digest` of that step."""
+    tokens: int = 0
+    """Training tokens until that step."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A row of sessions.jsonl: the settings, code and launch of one execution of train.py. None: not recorded."""
+
+    step: int
+    """Completed steps when the session starts."""
+    config: dict[str, Any] | None = None
+    """The resolved settings, nested."""
+    mixed_precision: str | None = None
+    processes: int | None = None
+    shards: int | None = None
+    """Processes that share one replica of the weights."""
+    threads: int | None = None
+    """CPU threads of each process; None on a GPU."""
+    code: str | None = None
+    """Hash of the sources that train (checkpoint/identity.py)."""
+    git_commit: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    accelerate: str | None = None
+    parameters: int | None = None
+    flops_per_token: int | None = None
+    validation_text: str | None = None
+    """Hash of the validation documents of a text corpus, whatever the tokenizer."""
+    uncommitted_changes: str | None = None
+    """Name of the patch in the run directory."""
+    branched_from: Branch | None = None
+    """On the first session of a branch."""
+
+
+@dataclass(unsafe_hash=True)
+class Run:
+    """The directory of a run; an absent file counts as empty, except config.yaml.
+
+    Methods read the disk at each call, so that a run can be watched while it trains, and raise ConfigError if a file
+    cannot be read. `settings` is read once. Two runs are equal if their paths are.
+    """
+
+    path: Path
+    _lock: TextIO | None = field(default=None, init=False, repr=False, compare=False)
+    _status_lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Run":
+        """Return the run that this config trains."""
+        return cls(expand_user_path("out_dir", config.out_dir) / config.run_name)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The flat settings (`section.name: value`) of config.yaml."""
+        settings = read_settings(self.path / "config.yaml", remedy="")
+        if settings is None:
+            raise ConfigError(f"run: {str(self.path)!r} is not the directory of a run: it has no config.yaml")
+        return settings
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, oldest first."""
+        return self._rows("metrics.jsonl")
+
+    def newest_metrics(self) -> dict[str, Any]:
+        """Return the newest row of metrics.jsonl, {"step": 0} if there is none; fast also for a long file."""
+        return next(iter(self._rows("metrics.jsonl", read_newest_row)), {"step": 0})
+
+    def generations(self) -> list[dict[str, Any]]:
+        """Return the rows of generations.jsonl, oldest first."""
+        return self._rows("generations.jsonl")
+
+    def sessions(self) -> list[Session]:
+        """Return the rows of sessions.jsonl, oldest first."""
         try:
-            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
-            tempfile.TemporaryFile(dir=existing).close()
-        except OSError as error:
-            raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-        stored = resumed_settings(self.path, config)
-        if stored is None:
-            check_new_run(self.path, config)
-        else:
-            check_existing_run(self.path, config, stored)
+            return [from_json(row, Session, "session") for row in self._rows("sessions.jsonl")]
+        except ValueError as error:
+            raise ConfigError(f"run: {self.path / 'sessions.jsonl'} is damaged: {error}") from None
 
-    def open(self, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
-        """Choose the checkpoint to start from and write the resolved config; called by all processes together.
+    def branch(self) -> Branch | None:
+        """Return the checkpoint that the run was started from with `branch_from`, None for other runs."""
+        return next(filter(None, (session.branched_from for session in self.sessions())), None)
 
-        On all processes, raise ConfigError if no valid checkpoint is left or it does not fit the settings, and RunError
-        if the directory cannot be read or written.
-        """
-        start: StartingPoint | Exception = StartingPoint()
-        if accelerator.is_main_process:
+    def first_step(self) -> int:
+        """Return the number of steps that a branch shares with its parent, 0 for other runs."""
+        branch = self.branch()
+        return branch.step if branch else 0
+
+    def manifests(self) -> dict[Path, Manifest]:
+        """Return the checkpoints whose manifest is valid, newest first; their other files are not read."""
+        return readable_checkpoints(self.checkpoints)
+
+    def tokens(self, step: int) -> int:
+        """Return the training tokens until a step, not before the one from which a branch was started."""
+        sizes, branch = BatchSizes.from_settings(self.settings), self.branch()
+        since = (branch.step, branch.tokens) if branch else (0, 0)
+        return sizes.tokens(step, self.settings["seq_len"], since)
+
+    def tokens_per_second(self) -> float:
+        """Return the median of the logged speeds, without the first, which includes one-time work; NaN if unknown."""
+        speeds = [row["perf/tokens_per_second"] for row in self.metrics() if "perf/tokens_per_second" in row]
+        return statistics.median(speeds[1:] or speeds or [math.nan])
+
+    def status(self) -> Status | None:
+        """Return the content of status.json; None if it is absent or damaged."""
+        try:
+            return from_json(parse_object((self.path / "status.json").read_bytes()), Status, "status")
+        except (OSError, ValueError):
+            return None
+
+    def is_finished(self, steps: int) -> bool:
+        """Return whether all `steps` steps are completed."""
+        status = self.status()
+        return status is not None and status.state == "finished" and status.step >= steps
+
+    def write_status(self, status: Status) -> None:
+        """Replace status.json. An OSError is only printed: it must not hide the error that ended the run."""
+        file = self.path / "status.json"
+        text = json.dumps(asdict(status) | {"reason": status.reason[:MAX_REASON_CHARACTERS]}) + "\n"
+        try:
             try:
-                start = self._prepare(config, launch_facts(accelerator) | provenance())
-            except OSError as error:
-                start = RunError(f"{self.path} cannot be prepared: {error}")
-            except Exception as error:  # sent to the other processes, which would otherwise wait forever
-                start = error
-        start = broadcast_from_main(start)
-        if isinstance(start, Exception):
-            raise start
-        if not all(gather_object([(self.path / "config.yaml").exists()])):
-            raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
-        return start
+                write_atomically(file, text)
+            except OSError:
+                # A full disk has no room for a second file, but the existing file has its block.
+                with open(file, "rb+", buffering=0) as opened:
+                    opened.write(text.encode())
+                    opened.truncate()
+                    flush_to_disk(opened.fileno())
+        except OSError as error:
+            if self.path.is_dir():
+                print(f"{file} cannot be written: {error.strerror}", file=sys.stderr)
 
-    @contextmanager
-    def record_outcome(self, config: TrainConfig) -> Iterator[None]:
-        """Write the outcome of this session into status.json: finished, preempted or failed.
-
-        A session that is refused before it trains is recorded too, so that a program that restarts runs does not read
-        the outcome of the previous session; but only if the directory holds the run with these settings.
-        """
-        try:
-            yield
-        except Preempted as preempted:
-            if is_main_process():
-                write_outcome(self.status_file, "preempted", str(preempted))
-            raise
-        except BaseException as error:
-            if is_main_process() and (self.is_open or self._lock_same_run(config)):
-                write_outcome(self.status_file, "failed", f"{type(error).__name__}: {error}")
-            raise
-        else:
-            if is_main_process():
-                write_outcome(self.status_file, "finished")
-        finally:
-            self.lock.release()
+    def write_outcome(self, state: str, reason: str = "", kind: str | None = None) -> None:
+        """Write how the run ended into status.json; the step stays."""
+        self._update_status(state=state, reason=reason, kind=kind)
 
     def record_progress(self, step: int) -> None:
-        """Write into status.json that the run is running and has completed `step` steps."""
-        if is_main_process():
-            write_status(self.status_file, Status("running", step))
+        """Write into status.json that the checkpoint of `step` is complete."""
+        self._update_status(step=step)
 
-    def _prepare(self, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
-        """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
-        self.lock.acquire()
-        if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
-            print(f"The existing run was moved to {move_aside(self.path)}.")
-            self.lock.acquire()
-        self.is_open = True
-        start = choose_starting_point(self.path, config, facts)
-        self.checkpoints.mkdir(exist_ok=True)
-        last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
-        truncate_after_step(self.metrics_file, last_kept, one_per_step=True)
-        truncate_after_step(self.generations_file, start.step)
-        truncate_after_step(self.sessions_file, config.steps)  # only to remove an incomplete line
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
-        facts |= network_size(config)
-        if config.data.source == "text":
-            from data.integrity import hash_validation_text  # imports pyarrow, which other sources do not need
+    def _update_status(self, **changes: Any) -> None:
+        with self._status_lock:  # the thread that saves checkpoints may still do so when the run ends
+            self.write_status(replace(self.status() or Status("running", 0), **changes))
 
-            corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
-            facts["validation_text"] = hash_validation_text(corpora)
-            if not (self.path / "tokenizer").exists():  # a copy, so that the model can be used without the corpus
-                # The tokenizers of a mixture are equal, but one may lack a chat template.
-                tokenizers = [corpus / "tokenizer" for corpus in corpora]
-                with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
-                copy_folder((with_template or tokenizers)[0], self.path / "tokenizer")
-        self._record_session(start, facts | {"config": settings_to_store(config)})
-        self.record_progress(start.step)
-        return start
+    def lock(self) -> bool:
+        """Lock the directory, and create it if it is absent; return False if another process, anywhere, has locked it.
 
-    def _record_session(self, start: StartingPoint, facts: dict[str, Any]) -> None:
-        """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
-        name = None
-        if changes := uncommitted_changes():
-            name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
-            write_atomically(self.path / name, changes + "\n")
-        row = {"step": start.step, **facts, "uncommitted_changes": name}
-        if start.checkpoint and start.checkpoint.parent != self.checkpoints:  # the run is a branch
-            parent = str(start.checkpoint.resolve().parent.parent)
-            row["branched_from"] = {"run": parent, "step": start.step, "digest": start.metrics.get("state/digest")}
-        with open(self.sessions_file, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        A lock that is held already is released: that directory has been moved aside. The file is inside the directory,
+        because several paths may name the directory.
+        """
+        self.unlock()
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = open(self.path / LOCK_FILE, "w")  # noqa: SIM115 - open while it is locked
+        os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
+        with suppress(FileNotFoundError):  # another training that starts afresh has just moved the directory aside
+            if lock(file) and os.path.samefile(file.fileno(), self.path / LOCK_FILE):
+                self._lock = file
+        if self._lock is None:
+            file.close()
+        return self._lock is not None
 
-    def _lock_same_run(self, config: TrainConfig) -> bool:
-        """Lock the directory if it holds the run with these settings and is not in use; return whether it did."""
-        with suppress(ConfigError, OSError):
-            stored = resumed_settings(self.path, config)
-            if stored is None:
-                return False
-            if self._resolved_config is not None:
-                config = self._resolved_config
-            elif config.init_from is not None:
-                config = with_stored_model(config, stored)
-            if not differing_settings(stored, config) and config.branch_from in (None, stored["branch_from"]):
-                self.lock.acquire()
-                return True
-        return False
+    def unlock(self) -> None:
+        """Release the lock, if this process holds it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def has_lock(self) -> bool:
+        """Return whether this object holds the lock."""
+        return self._lock is not None
+
+    def is_locked(self) -> bool:
+        """Return whether a process, on any machine, is training in this directory."""
+        if not (file := self.path / LOCK_FILE).exists():
+            return False
+        with open(file, "a") as opened:
+            return not lock(opened)
+
+    def _rows(self, name: str, read=read_rows) -> list[dict[str, Any]]:
+        try:
+            return list(read(self.path / name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"run: {self.path / name} cannot be read: {error.strerror}") from None
 
 
-def settings_to_store(config: TrainConfig) -> dict[str, Any]:
-    """Return the nested settings for YAML and JSON, with lists for tuples; `resume: never` becomes auto."""
-    settings = config.model_dump(mode="json")
-    return settings | ({"resume": "auto"} if config.resume == "never" else {})
+def surviving_sessions(sessions: list[Session], step: int) -> list[Session]:
+    """Return the sessions that trained the `step` steps of a run.
+
+    A later session repeats the steps after its start; a session that starts after the last step trains none.
+    """
+    surviving: list[Session] = []
+    for session in sessions:
+        surviving = [earlier for earlier in surviving if earlier.step < session.step] + [session]
+    return [session for session in surviving if session.step < step] or surviving[-1:]

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from config.schema import TrainConfig
 from data.json_objects import finite_or_null
-from run.directory import RunDirectory
+from run.directory import Run
 from run.metrics_log import RowWriter
 from run.trackers import start_tracker
 
@@ -34,7 +34,7 @@ class Reporter(AbstractContextManager):
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
     """
 
-    def __init__(self, config: TrainConfig, run: RunDirectory, step: int, accelerator: Accelerator):
+    def __init__(self, config: TrainConfig, run: Run, step: int, accelerator: Accelerator):
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
         if not self.is_main_process:
             return
@@ -43,8 +43,8 @@ class Reporter(AbstractContextManager):
         self.bar = tqdm(
             total=config.steps, initial=step, unit="step", dynamic_ncols=True, disable=not has_room, file=sys.stdout
         )
-        self.metrics_file = RowWriter(run.metrics_file)
-        self.generations_file = run.generations_file
+        self.metrics_file = RowWriter(run.path / "metrics.jsonl")
+        self.generations_file = run.path / "generations.jsonl"
         self.tracker = start_tracker(config, run, step, self.say)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:

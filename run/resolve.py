@@ -8,7 +8,7 @@ from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
-from run.directory import RunDirectory
+from run.directory import Run
 from run.load import LoadedModel, hash_weights, load_run
 from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings, with_stored_model
 from run.tokenizer import check_tokenizer
@@ -26,7 +26,7 @@ class Resolved(NamedTuple):
     """The model that `init_from` names; None without `init_from`, or if the run resumes from a checkpoint."""
 
 
-def resolve(config: TrainConfig, run: RunDirectory | None = None) -> Resolved:
+def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     """Fill in settings from the run directory, the initial model, the corpus and the launch.
 
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the

@@ -9,29 +9,27 @@ from typing import Any
 
 from checkpoint.identity import compare_facts, compare_summation_order, describe_code
 from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, read_manifest, readable_checkpoints, validate
-from config.errors import ConfigError
+from config.errors import ConfigError, OtherRunError
 from config.paths import expand_user_path
-from config.schema import ScheduleConfig, TrainConfig
+from config.schema import TrainConfig
 from model.config import GPTConfig
-from run.metrics_log import read_rows
-from run.status import read_status
+from run.directory import Run
 from run.stored_settings import complete_settings, no_such_setting, read_settings
 from training.schedule import SCHEDULES, scheduled_value
 
-# A resumed run may change these, because they change its weights by rounding at most or are checked in another way:
-# check_resume compares the scheduled values of the completed steps, data.hash stands for data.path and the paths of
-# data.mix, and init_hash for init_from.
-SCHEDULE_SETTINGS = {"steps", *(f"schedule.{name}" for name in ("name", "warmup_steps", "decay_steps", "min_lr_ratio"))}
-FREE_SETTINGS = SCHEDULE_SETTINGS | {
-    *("name", "out_dir", "resume", "branch_from", "compile", "on_nonfinite"),
-    *("max_skipped_in_a_row", "check_replicas_every", "timeout_seconds", "activation_checkpointing", "chunked_loss"),
-    *("stop_after", "profile", "checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
+# A resumed run may change these settings, which change its weights by rounding at most, or are checked in another way:
+# `check_resume` compares the values that depend on `steps`, data.hash stands for data.path and the paths of data.mix,
+# and init_hash for init_from.
+FREE_SETTINGS = {
+    *("name", "out_dir", "steps", "resume", "compile", "on_nonfinite", "max_skipped_in_a_row", "check_replicas_every"),
+    *("timeout_seconds", "activation_checkpointing", "chunked_loss", "stop_after", "profile"),
+    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state
-# Filled in when the run first starts if they are null.
-RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash"}
-
-NONE_LEFT = "no valid checkpoint is left"
+# Filled in when the run starts if they are null.
+RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash", "branch_from"}
+# Prefixes of the settings that also a branch must have in common with the checkpoint it starts from.
+FIXED_IN_BRANCH = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,11 @@ class StartingPoint:
     def step(self) -> int:
         """Completed steps."""
         return self.manifest.step if self.manifest else 0
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens until `step`."""
+        return self.manifest.tokens if self.manifest else 0
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -114,16 +117,33 @@ def _have_same_weights(one: Any, other: Any) -> bool:
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
-def check_existing_run(run: Path, config: TrainConfig, stored: dict[str, Any]) -> None:
-    """Raise ConfigError if `config` differs from the `stored` settings of the run in a way that changes the weights."""
-    if config.branch_from != stored["branch_from"]:
-        problem = f"branch_from: {config.branch_from!r} starts a new run, but {run} already holds one"
-        raise ConfigError(f"{problem}; choose another name, or --resume never moves that run aside")
-    if different := differing_settings(stored, config):
-        raise ConfigError(
-            f"{run} has a run with other settings, which resuming would change:\n  "
-            + "\n  ".join(different)
-            + "\nchoose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+def check_resume(run: Run, config: TrainConfig, stored: dict[str, Any], step: int = 0) -> None:
+    """Raise OtherRunError if a run with the flat settings `stored` would have trained otherwise with this config.
+
+    A setting that is not free differs, or another number of steps changes a scheduled value of its steps until `step`.
+    The message names the settings, and `--branch_from` if these settings can continue from the newest checkpoint.
+    """
+    different = differing_settings(stored, config)
+    if config.steps < step:
+        different.append(f"steps: {config.steps} is less than the {step} completed steps")
+    if config.steps != stored["steps"] and not different:
+        old_config = config.replace(steps=stored["steps"])
+        # Unscheduled values by name: optimizer.lr is base_values["lr"].
+        base_values = {name: stored[key] for key in stored for name in SCHEDULES if key.endswith(f".{name}")}
+        for now, (name, value) in product(range(run.first_step(), step), base_values.items()):
+            old, new = scheduled_value(name, value, old_config, now), scheduled_value(name, value, config, now)
+            if old != new:
+                change = f"in step {now}, {'the learning rate' if name == 'lr' else name} was {old} and would be {new}"
+                different.append(f"steps: {stored['steps']} in the run, {config.steps} now: {change}")
+                break
+    if different:
+        remedy = "choose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
+        can_branch = not any(line.startswith((*FIXED_IN_BRANCH, "branch_from:")) for line in different)
+        if can_branch and (newest := next(iter(run.manifests().items()), None)) and newest[1].step < config.steps:
+            remedy = f"to continue with these settings, branch: --name NEW --branch_from {newest[0]}; or {remedy}"
+        lines = "\n  ".join(different)
+        raise OtherRunError(
+            f"{run.path} has a run with other settings, which resuming would change:\n  {lines}\n{remedy}"
         )
 
 
@@ -145,14 +165,13 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
             raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
 
 
-def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
+def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
     """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
     `facts` are the `provenance` and `launch_facts` of this session. Raise ConfigError if all checkpoints of the run are
     damaged, or the chosen one does not fit the config or the launch.
     """
-    checkpoints = run / "checkpoints"
-    path, manifest, rejected = newest_valid(checkpoints)
+    path, manifest, rejected = newest_valid(run.checkpoints)
     for reason in rejected:
         print(f"Checkpoint skipped: {reason}")
     if path is not None and manifest is not None:
@@ -161,9 +180,11 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
                 f"mixed_precision: {facts['mixed_precision']} in this launch, but {path} was trained with "
                 f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
             )
-        check_resume(config, path, manifest)
-    elif rejected or _had_checkpoint(run):
-        raise ConfigError(f"{NONE_LEFT} in {checkpoints}; repair one, or start afresh with --resume never")
+        check_resume(run, config, complete_settings(manifest.config), manifest.step)
+    elif rejected or had_checkpoint(run):
+        raise ConfigError(
+            f"no valid checkpoint is left in {run.checkpoints}; repair one, or start afresh with --resume never"
+        )
     elif config.branch_from is not None:
         path = Path(config.branch_from)
         try:
@@ -171,68 +192,33 @@ def choose_starting_point(run: Path, config: TrainConfig, facts: dict[str, Any])
         except InvalidCheckpoint as invalid:
             raise ConfigError(f"branch_from: {invalid}") from None
         check_branch(config, path, manifest)
-    if manifest is None:
+    if path is None or manifest is None:
         return StartingPoint()
-    trained_with = vars(manifest) | manifest.provenance
-    if "code" in compare_facts(trained_with, facts):
-        print(f"Other code: {path} was trained by {describe_code(trained_with)}, and this is {describe_code(facts)}.")
-    if changed := compare_summation_order(trained_with, facts, config.exact):
-        counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
-        print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
+    report_changes(path, manifest, facts, config.exact)
     return StartingPoint(path, manifest)
 
 
-def check_resume(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Raise ConfigError if the steps until the run's own checkpoint `path` would have been different with this config.
-
-    A setting differs, a schedule has another value for a completed step, or `steps` is less than the completed steps.
-    """
-    stored = complete_settings(manifest.config)
-    if different := differing_settings(stored, config):  # config.yaml was deleted or edited
-        raise ConfigError("\n  ".join([f"{path} has other settings, which resuming would change:", *different]))
-    old_schedule = ScheduleConfig(**{name: stored[f"schedule.{name}"] for name in ScheduleConfig.model_fields})
-    old_config = config.replace(schedule=old_schedule, steps=stored["steps"])
-    # Comparing millions of steps takes seconds, so equal schedules are not compared step by step.
-    num_compared = 0 if old_config == config else min(manifest.step, config.steps)
-    # Unscheduled values by name: optimizer.lr is base_values["lr"].
-    base_values = {name: stored[key] for key in stored for name in SCHEDULES if key.endswith(f".{name}")}
-    for step, (name, value) in product(range(num_compared), base_values.items()):
-        old, new = scheduled_value(name, value, old_config, step), scheduled_value(name, value, config, step)
-        if old != new:
-            what = "learning rate" if name == "lr" else name
-            raise ConfigError(
-                f"steps: {config.steps} (before: {stored['steps']}) and schedule: {config.schedule.model_dump()} make "
-                f"the {what} of step {step} of this run {new}, but it was {old}; extend a run before its decay begins "
-                f"(schedule.name: constant or wsd), or branch: --name NEW --branch_from {path}"
-            )
-    if config.steps < manifest.step:
-        raise ConfigError(f"steps: {config.steps} is less than the {manifest.step} completed steps of {path}")
+def report_changes(path: Path, manifest: Manifest, facts: dict[str, Any], exact: bool) -> None:
+    """Print how the code and the launch of this session differ from those that trained the checkpoint at `path`."""
+    trained_with = vars(manifest) | manifest.provenance
+    if "code" in compare_facts(trained_with, facts):
+        print(f"Other code: {path} was trained by {describe_code(trained_with)}, and this is {describe_code(facts)}.")
+    if changed := compare_summation_order(trained_with, facts, exact):
+        counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
+        print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
 
 
 def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a branch from `path` has another model or optimizer, or no step left to train."""
-    fixed = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
     lines = differing_settings(complete_settings(manifest.config), config)
-    if different := [line for line in lines if line.startswith(fixed)]:
+    if different := [line for line in lines if line.startswith(FIXED_IN_BRANCH)]:
         settings = "\n  ".join(different)
         raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
     if config.steps <= manifest.step:
         raise ConfigError(f"steps: {config.steps} leaves no step to train after the {manifest.step} steps of {path}")
 
 
-def _had_checkpoint(run: Path) -> bool:
-    """Return whether the run certainly had a checkpoint; a killed run may have been writing its first one."""
-    sessions, status = run / "sessions.jsonl", read_status(run / "status.json")
-    first_steps = {row["step"] for row in read_rows(sessions)} if sessions.exists() else set()
-    if len(first_steps) > 1:
-        return True  # one of these sessions resumed from a checkpoint
-    if status is None:
-        return False
-    was_refused = NONE_LEFT in status.reason  # an earlier session was refused because every checkpoint was damaged
-    if was_refused or (status.state in ("finished", "preempted") and status.step > 0):
-        return True
-    # The status has a step from the beginning of its save, and the second save begins once the first one is complete.
-    stored = read_settings(run / "config.yaml")
-    if not first_steps or stored is None or stored["checkpoint.on_failure"] != "stop":
-        return False
-    return status.step > min(first_steps) + stored["checkpoint.every"]
+def had_checkpoint(run: Run) -> bool:
+    """Return whether the run has completed a checkpoint: status.json names its step."""
+    status = run.status()
+    return status is not None and status.step > run.first_step()

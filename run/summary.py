@@ -22,13 +22,13 @@ def format_batch(config: TrainConfig, unit: int = 1) -> str:
     return " to ".join(dict.fromkeys(str(size // unit) for size in (sizes.size(0), sizes.global_batch_size)))
 
 
-def format_tokens(config: TrainConfig) -> str:
-    """Format the tokens of a step and of the whole run."""
+def format_tokens(config: TrainConfig, since: tuple[int, int] = (0, 0)) -> str:
+    """Format the tokens of a step and of the whole run, which had trained `since[1]` before step `since[0]`."""
     sizes = BatchSizes.from_config(config)
-    total = sizes.sequences_before(config.steps) * config.seq_len
+    total = sizes.tokens(config.steps, config.seq_len, since)
     first, last = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
     if first == last:
-        return f"{last:,} a step x {config.steps:,} steps = {total:,}"
+        return f"{last:,} a step, {total:,} in {config.steps:,} steps"
     last_increase = sizes.increase_steps[-1] + 1
     return f"{first:,} in step 1, {last:,} from step {last_increase:,} on, {total:,} in {config.steps:,} steps"
 
@@ -75,7 +75,7 @@ def summary(
         "model": parameters,
         "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
-        "tokens": format_tokens(config),
+        "tokens": format_tokens(config, (start.step, start.tokens)),
     }
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"

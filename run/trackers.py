@@ -16,7 +16,7 @@ from config.schema import TrainConfig
 from data.json_objects import finite_or_null
 from distributed.signals import Preempted
 from model.hf import get_family
-from run.directory import RunDirectory
+from run.directory import Run
 from run.metrics_log import read_rows
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
@@ -45,7 +45,7 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"tracking.log_model: true exports the model, but {error}") from None
 
 
-def start_tracker(config: TrainConfig, run: RunDirectory, step: int, say: Say) -> "Tracker | None":
+def start_tracker(config: TrainConfig, run: Run, step: int, say: Say) -> "Tracker | None":
     """Start the tracker of the config after `step` completed steps; None if it is off."""
     if config.tracking.tracker == "wandb":
         if config.tracking.wandb == "disabled":

@@ -87,7 +87,7 @@ def test_tutorial_configs_train(runs):
         assert fact in start_block
     assert "arning" not in done.stdout + done.stderr
     status = json.loads((runs / "random_tokens" / "status.json").read_text())
-    assert status == {"state": "finished", "step": 50, "reason": ""}
+    assert status == {"state": "finished", "step": 50, "reason": "", "kind": None}
 
 
 @pytest.mark.slow

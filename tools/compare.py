@@ -47,8 +47,8 @@ from cli.output import aligned, printable
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.validation_bytes import cover_same_text
-from run.reader import RunReader, surviving_sessions
-from run.resume import FREE_SETTINGS, SCHEDULE_SETTINGS
+from run.directory import Run, surviving_sessions
+from run.resume import FREE_SETTINGS
 from tools import plot
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SEEDS = ("seed", "data.seed")
 # Runs of one configuration may differ in settings of `evaluation` other than EVALUATION_SETTINGS, and in these.
-IGNORED_SETTINGS = FREE_SETTINGS - SCHEDULE_SETTINGS - {"on_nonfinite", "max_skipped_in_a_row"}
+IGNORED_SETTINGS = FREE_SETTINGS - {"steps", "on_nonfinite", "max_skipped_in_a_row"} | {"branch_from"}
 EVALUATION_SETTINGS = ("evaluation.num_samples", "evaluation.ema_decay")
 # Settings that select the sequences on which the validation loss is measured, for each data.source. The paths of a
 # mixture may change.
@@ -115,16 +115,17 @@ class ComparedRun:
     """
 
     def __init__(self, path: Path):
-        self.path, self.label, self.reader = path, printable(path.resolve().name), RunReader(path)
-        self.status, sessions = self.reader.status(), self.reader.sessions()
-        self.branch = next(filter(None, (session.branched_from for session in sessions)), None)
+        run = Run(path)
+        self.path, self.label = path, printable(path.resolve().name)
+        self.status, sessions = run.status(), run.sessions()
+        self.branch = run.branch()
         begin = self.branch.step if self.branch else -1
-        self.rows = {row["step"]: row for row in self.reader.metrics() if row["step"] > begin}
+        self.rows = {row["step"]: row for row in run.metrics() if row["step"] > begin}
         sessions = surviving_sessions(sessions, self.completed_steps())
         self.validation_text = sessions[-1].validation_text if sessions else None
         changes = [next(same) for _, same in groupby(sessions, key=lambda session: session.code)]
         codes = [f"{each.code} from step {each.step + 1}" if i else each.code for i, each in enumerate(changes)]
-        self.settings: dict[str, Any] = self.reader.settings | {
+        self.settings: dict[str, Any] = run.settings | {
             "mixed_precision": sessions[-1].mixed_precision if sessions else None,
             "code": ", ".join(map(str, codes)),
         }

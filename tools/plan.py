@@ -46,7 +46,7 @@ def main(config: TrainConfig) -> None:
     sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
     batch_sizes, flops = BatchSizes.from_config(config), network.flops_per_token(config.seq_len)
     step_tokens = batch_sizes.global_batch_size * config.seq_len
-    tokens = batch_sizes.sequences_before(config.steps) * config.seq_len
+    tokens = batch_sizes.tokens(config.steps, config.seq_len)
     plan = {"parameters": f"{network.num_parameters():,}"}
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     accumulation = format_batch(config, config.micro_batch_size * processes)

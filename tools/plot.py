@@ -42,9 +42,8 @@ from numpy.typing import NDArray
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.sampler import BatchSizes
+from run.directory import Run
 from run.metrics_log import read_rows
-from run.reader import RunReader
 
 if TYPE_CHECKING:  # importing matplotlib takes longer than the rest
     from matplotlib.axes import Axes
@@ -222,19 +221,16 @@ def step_to_x(x: str, run_directory: Path) -> Callable[[float | Sequence[float]]
     """
     if x == "steps":
         return lambda steps: np.asarray(steps, float)
-    run = RunReader(run_directory)
+    run = Run(run_directory)
     speed = "perf/tokens_per_second"
     rows = [row for row in run.metrics() if is_finite(row.get("train/tokens")) and is_finite(row.get(speed))]
     rows = [row for row in rows if row[speed] > 0]
     if not rows:
         raise ConfigError(f"x: {x}: {run_directory / 'metrics.jsonl'} has no train/tokens or {speed}")
     sessions = run.sessions()
-    branch = next(filter(None, (session.branched_from for session in sessions)), None)
-    begin, before = 0, 0
-    if branch:
-        begin = branch.step
-        before = BatchSizes.from_settings(run.settings).sequences_before(begin) * run.settings["seq_len"]
-        rows = [row for row in rows if row["step"] > begin]
+    branch = run.branch()
+    begin, before = (branch.step, branch.tokens) if branch else (0, 0)
+    rows = [row for row in rows if row["step"] > begin]
     logged_steps = np.array([begin, *(row["step"] for row in rows)], float)
     tokens = np.array([before, *(row["train/tokens"] for row in rows)], float)
     seconds = np.cumsum([0.0, *np.diff(tokens) / [row[speed] for row in rows]])

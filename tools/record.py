@@ -15,7 +15,7 @@ import torch
 import yaml
 from scipy.stats import sem, t
 
-from run.reader import RunReader
+from run.directory import Run
 from tools.benchmark.runner import ROOT, cpu_seconds, train_command
 from tools.benchmark.tables import machine, replace_table
 
@@ -29,9 +29,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE
 TORCH = torch.__version__.partition("+")[0]
 
 
-def train(name: str, config: str, seed: int) -> tuple[RunReader, float]:
+def train(name: str, config: str, seed: int) -> tuple[Run, float]:
     """Train one seed of a record on one thread of a CPU; return its run and the CPU seconds of the command."""
-    run = RunReader(RUNS / f"{name}-seed-{seed}")
+    run = Run(RUNS / f"{name}-seed-{seed}")
     names = {"seed": seed, "out_dir": run.path.parent, "name": run.path.name}
     command, before = train_command({"config": config} | SETTINGS | names), cpu_seconds()
     try:

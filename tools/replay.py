@@ -50,8 +50,7 @@ from data.loader import Batch, BatchLoader
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch
 from distributed.state_hash import state_digest
-from run.directory import RunDirectory
-from run.reader import RunReader, Session
+from run.directory import Run, Session
 from run.resolve import resolve
 from run.stored_settings import config_of
 from train import build_state, train_step, warm_up
@@ -70,7 +69,7 @@ def main(config: ReplayConfig) -> None:
         ConfigError: there is no such run or step, or it cannot be retrained here.
         RunError: the loss of an earlier step is not finite.
     """
-    run = RunReader(expand_user_path("run", config.run))
+    run = Run(expand_user_path("run", config.run))
     state, corpus, first = restore(run, config.step)
     accelerator, settings = state.accelerator, state.config
     rank, num_processes = accelerator.process_index, accelerator.num_processes
@@ -102,7 +101,7 @@ def main(config: ReplayConfig) -> None:
         print_sequences(losses, global_batches.indices(config.step - 1), corpus, config)
 
 
-def restore(run: RunReader, step: int) -> tuple[TrainState, Corpus, int]:
+def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     """Build the state of a run from its newest checkpoint before `step`; return it, the corpus and its step."""
     session = session_of(run, step)
     config = config_of(session.config or run.settings)
@@ -116,8 +115,7 @@ def restore(run: RunReader, step: int) -> tuple[TrainState, Corpus, int]:
     accelerator = start_accelerator(resolved)
     if session.threads and accelerator.num_processes == 1:
         torch.set_num_threads(session.threads)
-    directory = RunDirectory(str(run.path.parent), run.path.name)
-    state = build_state(resolved, directory, accelerator, initial)
+    state = build_state(resolved, run, accelerator, initial)
     first, source = 0, "the initial weights"
     if checkpoint:
         path, manifest = checkpoint
@@ -128,12 +126,12 @@ def restore(run: RunReader, step: int) -> tuple[TrainState, Corpus, int]:
     return state, corpus, first
 
 
-def session_of(run: RunReader, step: int) -> Session:
+def session_of(run: Run, step: int) -> Session:
     """Return the session that computed `step`: the last one that started before it."""
     return next((session for session in reversed(run.sessions()) if session.step < step), Session(0))
 
 
-def checkpoint_before(run: RunReader, step: int, branch_from: str | None) -> tuple[Path, Manifest] | None:
+def checkpoint_before(run: Run, step: int, branch_from: str | None) -> tuple[Path, Manifest] | None:
     """Return the newest valid checkpoint before `step`, of the run or the one that it branched from.
 
     Return None if the run must be retrained from its initial weights.

@@ -42,18 +42,16 @@ from typing import Any
 import yaml
 
 from checkpoint.identity import code_hash, compare_facts
-from checkpoint.manifest import readable_checkpoints
 from config.errors import ConfigError, RunError
 from config.parser import parse_config
 from config.schema import TrainConfig
 from data.files import write_once
-from run.reader import RunReader, surviving_sessions
-from run.resume import SCHEDULE_SETTINGS, check_resume, differing_settings, with_stored_model
-from run.status import read_status
-from run.stored_settings import read_settings
+from run.directory import Run, surviving_sessions
+from run.resume import check_resume, differing_settings, with_stored_model
+from run.stored_settings import complete_settings, read_settings
 from tools import compare
 from tools.jobs.launch import Launch
-from tools.jobs.runner import JobRunner, Stopped, Training
+from tools.jobs.runner import Job, JobRunner, Stopped
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
@@ -81,15 +79,15 @@ def main(config: SweepConfig) -> None:
             outcomes[path] = "finished before"
         else:
             command = (*launch.command, TRAIN, "--config", str(write_run_config(settings)))
-            training = Training(path, settings.steps, command)
-            wanted[path] = replace(training, restart=training.is_finished())
+            job = Job(Run(path), settings.steps, command)
+            wanted[path] = replace(job, restart=job.is_finished())
     try:
         runner.train(wanted.values(), until_failure=False)
     except Stopped:  # recorded in the outcomes, too
         pass
     except RunError as raised:
         error = raised
-    outcomes |= {path: runner.outcomes.get(training, "not started") for path, training in wanted.items()}
+    outcomes |= {path: runner.outcomes.get(job, "not started") for path, job in wanted.items()}
     paths = [run_path(settings) for settings in runs]
     for path in paths:
         print(f"{path.name}: {outcomes[path]}")
@@ -152,9 +150,8 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
         raise ConfigError(
             f"{path} holds a run with other settings:\n  {lines}\nchoose another --name or --out_dir for the sweep"
         )
-    if checkpoints := readable_checkpoints(path / "checkpoints"):
-        newest = next(iter(checkpoints))
-        check_resume(config, newest, checkpoints[newest])
+    for manifest in [*Run(path).manifests().values()][:1]:
+        check_resume(Run(path), config, complete_settings(manifest.config), manifest.step)
 
 
 def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
@@ -163,7 +160,7 @@ def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
     Raises:
         ConfigError: the run cannot be read.
     """
-    run = RunReader(path)
+    run = Run(path)
     status = run.status()
     completed = status.step if status else 0
     trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
@@ -249,9 +246,8 @@ def is_finished(config: TrainConfig) -> bool:
     or refuses it.
     """
     path, now = run_path(config), config.flat()
-    status, stored = read_status(path / "status.json"), read_settings(path / "config.yaml")
-    completed = status is not None and status.state == "finished" and status.step >= config.steps
-    checked = ("data.path", "data.mix", "init_from", "branch_from", *SCHEDULE_SETTINGS)
+    stored, completed = read_settings(path / "config.yaml"), Run(path).is_finished(config.steps)
+    checked = ("data.path", "data.mix", "init_from", "branch_from", "steps")
     if not completed or stored is None or any(stored[name] != now[name] for name in checked):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]

@@ -50,6 +50,8 @@ NUM_TARGETS, GRAD_NORM, STOP, MICRO_BATCHES = range(4)
 class NonFiniteError(RunError):
     """A loss or a gradient norm is infinite or NaN; `cause` is the message without the remedy."""
 
+    kind = "non_finite"
+
     def __init__(self, cause: str, remedy: str = ""):
         super().__init__(cause + remedy)
         self.cause = cause

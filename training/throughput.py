@@ -42,13 +42,25 @@ def peak_memory_bytes() -> int:
 class Throughput:
     """Times training steps. Restart it after an evaluation or a checkpoint, which are not training."""
 
-    def __init__(self, batch_sizes: BatchSizes, seq_len: int, flops_per_token: float, peak_flops: float):
-        self.batch_sizes, self.seq_len = batch_sizes, seq_len
+    def __init__(
+        self,
+        batch_sizes: BatchSizes,
+        seq_len: int,
+        flops_per_token: float,
+        peak_flops: float,
+        since: tuple[int, int] = (0, 0),
+    ):
+        """Start at the step `since[0]`, before which the run trained `since[1]` tokens."""
+        self.batch_sizes, self.seq_len, self.since = batch_sizes, seq_len, since
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+
+    def tokens_before(self, step: int) -> int:
+        """Return the training tokens of the run in all steps up to `step`."""
+        return self.batch_sizes.tokens(step, self.seq_len, self.since)
 
     def restart(self, step: int) -> None:
         """Start measuring at `step`."""
-        self.tokens, self.seconds = self.batch_sizes.sequences_before(step) * self.seq_len, time.perf_counter()
+        self.tokens, self.seconds = self.tokens_before(step), time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics since the last call, and restart.

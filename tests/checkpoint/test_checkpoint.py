@@ -196,7 +196,7 @@ def write_checkpoint(directory, step, loss=None, num_samples=500):
     file = File((path / "a.safetensors").stat().st_size, sha256(path / "a.safetensors"))
     metrics = {} if loss is None else {"val/loss": loss}
     config = {"evaluation": {"num_samples": num_samples}}
-    Manifest(step, (0, 0), metrics, config, "no", {"a.safetensors": file}, 1, 1, 1, {}).write(path)
+    Manifest(step, 0, (0, 0), metrics, config, "no", {"a.safetensors": file}, 1, 1, 1, {}).write(path)
     return path
 
 
@@ -251,10 +251,10 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "write", write_later)
     state = build_trained(0, steps=2)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
-    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
     for step in (2, 3):
         saved = str(state_digest(*state))
-        saver.save(step, train_state(*state), {})
+        saver.save(step, 0, train_state(*state), {})
         assert not saver.failed
         train_on(*state, 1)
         assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)
@@ -273,10 +273,10 @@ def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
     may_write = threading.Event()
     monkeypatch.setattr(storage, "write", lambda *_: may_write.wait(20))
     config = TrainConfig(checkpoint=CheckpointConfig(asynchronous=False, on_failure="continue"))
-    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None)
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
     saver.timeout_seconds = 0.01
     with pytest.raises(RunError, match="was not written within"):
-        saver.save(1, train_state(*build_trained(0, steps=1)), {})
+        saver.save(1, 0, train_state(*build_trained(0, steps=1)), {})
     may_write.set()
 
 
@@ -286,7 +286,7 @@ def test_background_thread_has_lowest_priority(tmp_path):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     before = priority()
-    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None)
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
     assert saver.executor.submit(priority).result() == 19
     assert priority() == before, "the thread that trains keeps its own"
 
@@ -391,7 +391,7 @@ def test_resume_refuses_settings_that_change_trajectory(run):
     assert "optimizer.lr: 0.01 in the run, 0.02 now" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
     assert "--resume never" in done.stderr
     done = train(*arguments, "--steps", 6, exit_code=2)  # would change the cosine schedule
-    assert "steps: 6 (before: 4)" in done.stderr and "the learning rate" in done.stderr
+    assert "steps: 4 in the run, 6 now: in step" in done.stderr and ", the learning rate was" in done.stderr
     assert (run / "config.yaml").read_text() == before
     done = train(*arguments, exit_code=2, ACCELERATE_MIXED_PRECISION="bf16")
     assert "mixed_precision: bf16" in done.stderr and "trained with no" in done.stderr

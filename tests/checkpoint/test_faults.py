@@ -32,7 +32,7 @@ def status(run):
 
 def assert_ends_like(run, undisturbed):
     assert_same_run(run, undisturbed, STEPS)
-    assert status(run) == {"state": "finished", "step": STEPS, "reason": ""}
+    assert status(run) == {"state": "finished", "step": STEPS, "reason": "", "kind": None}
 
 
 @pytest.mark.slow  # tests/distributed/test_signals.py also covers a restart by the launcher
@@ -41,6 +41,12 @@ def test_launcher_restarts_killed_processes(runs, undisturbed):
     assert done.stdout.count("resumed at step") == 1, done.stdout
     assert "lost the others in" in done.stderr
     assert_ends_like(runs / "run", undisturbed)
+
+
+def test_killed_process_is_recorded_by_the_others(runs):
+    train(*TINY, "--out_dir", runs, processes=2, exit_code=1, faults="kill:1:3")
+    found = status(runs / "run")
+    assert (found["state"], found["kind"]) == ("failed", "lost_process"), found
 
 
 def test_killed_save_leaves_no_checkpoint(runs, undisturbed):
@@ -140,11 +146,13 @@ def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, undist
     done = train(*arguments, processes=2, exit_code=1, faults="fill:0:4", BALLAST=ballast, LIE_ABOUT_FREE_SPACE="1")
     assert done.stderr.count("train.py: error: cannot write the checkpoint") == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert status(disk / "run")["state"] == "failed" and "cannot write the checkpoint" in status(disk / "run")["reason"]
     path, manifest, rejected = newest_valid(disk / "run" / "checkpoints")
+    found = status(disk / "run")
+    assert "cannot write the checkpoint" in found.pop("reason")
+    assert found == {"state": "failed", "step": manifest.step, "kind": "disk_full"}
     assert manifest.step in (2, 3) and not rejected
     (disk / "ballast").unlink()
-    shutil.rmtree(path)
+    shutil.rmtree(disk / "run")
     done = train(*arguments, processes=2, exit_code=0, faults="fill:0:3,6", BALLAST=ballast)
     messages = [line for line in done.stderr.splitlines() if "Training continues without a checkpoint" in line]
     assert messages and len(messages) == len(set(messages)) and "Traceback" not in done.stderr, (
@@ -251,6 +259,7 @@ def test_max_skipped_in_a_row_counts_across_restarts(runs):
             "step 5: loss = nan, gradient norm = nan, 2 times in a row, in micro-batches of process(es) [1]"
             in done.stderr
         )
+        assert status(runs / "run")["kind"] == "non_finite"
         assert newest_valid(runs / "run" / "checkpoints")[1].step == 4
 
 

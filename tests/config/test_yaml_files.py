@@ -91,7 +91,7 @@ def odd_config(chance):
 @pytest.mark.parametrize("seed", range(20))
 def test_stored_config_is_read_back_unchanged(seed, tmp_path, monkeypatch):
     """Unusual values of every type, read by `--config` and on resuming."""
-    from run.directory import settings_to_store
+    from run.start import settings_to_store
 
     config = odd_config(random.Random(seed))
     file = tmp_path / "config.yaml"

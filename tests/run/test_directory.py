@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, validate
+from checkpoint.manifest import File, InvalidCheckpoint, read_manifest, validate
 from checkpoint.saver import SaveError, Saver
 from config.errors import ConfigError
 from config.parser import parse_config
@@ -21,10 +21,9 @@ from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.files import sha256
 from run import resume
-from run.directory import RunDirectory
-from run.lock import LOCK_FILE, RunLock, is_locked
+from run.directory import LOCK_FILE, Run, Status
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
-from run.status import Status, read_status, write_status
+from run.start import check_run, record_outcome
 from run.stored_settings import complete_settings, read_settings
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
@@ -71,7 +70,7 @@ def test_missing_stored_setting_is_current_default():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("global_batch_size", 0), ("steps", "x"), ("schedule.batch_warmup_from", "two")]
+    ("name", "value"), [("global_batch_size", 0), ("steps", True), ("schedule.batch_warmup_from", "two")]
 )
 def test_invalid_stored_number_is_named(name, value, tmp_path):
     settings = {"global_batch_size": 4, "data": {"seed": 0}, "schedule": {}}
@@ -114,17 +113,15 @@ def test_resume_refuses_changed_setting_of_training(setting, value):
     assert [line.partition(":")[0] for line in lines] == [setting]
 
 
-def test_resume_refuses_changed_scheduled_values(monkeypatch):
+def test_resume_refuses_changed_scheduled_values(tmp_path, monkeypatch):
     """A fork may schedule a value by the fraction of the run, which changes when the run is extended."""
     monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
     settings, config = stored(optimizer__weight_decay=0.5)
     changes = {"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8, "optimizer.weight_decay": 0.5}
     config = config.replace(**changes)
     settings |= {"schedule": config.schedule.model_dump(), "steps": 4}
-    with pytest.raises(
-        ConfigError, match="make the weight_decay of step 1 of this run 0.4375, but it was 0.375; extend"
-    ):
-        resume.check_resume(config, ROOT, Manifest(4, (0, 0), {}, settings, "no", {}, 1, 1, 1, {}))
+    with pytest.raises(ConfigError, match="steps: 4 in the run, 8 now: in step 1, weight_decay was 0.375 and would be"):
+        resume.check_resume(Run(tmp_path), config, complete_settings(settings), step=4)
 
 
 def test_data_path_may_change_with_equal_hash():
@@ -204,6 +201,8 @@ def test_branch_refuses_another_optimizer(run):
     arguments = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--steps", 6, "--branch_from", start]
     done = train(*arguments, "--optimizer.name", "muon", exit_code=2)
     assert "optimizer.name: adamw in the run, muon now" in done.stderr and "Traceback" not in done.stderr
+    done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--optimizer.name", "muon", exit_code=2)
+    assert "optimizer.name: adamw in the run, muon now" in done.stderr and "--branch_from" not in done.stderr
 
 
 def test_branch_resumes_and_refuses_another_parent(run):
@@ -213,23 +212,29 @@ def test_branch_resumes_and_refuses_another_parent(run):
     assert "is complete: all 5 steps are done" in train(*branch).stdout
     for name, other in (("new", run.parent / "new" / "checkpoints" / "step-00000005"), ("run", begin)):
         done = train(*branch, "--name", name, "--branch_from", other, exit_code=2)
-        assert f"branch_from: '{other}' starts a new run, but {run.parent / name} already holds one" in done.stderr
+        assert f"branch_from: {begin if name == 'new' else None} in the run, {other} now" in done.stderr
+        assert "--name NEW" not in done.stderr, "a branch would be refused, too"
 
 
 def test_resume_refuses_changed_learning_rates(run):
     arguments = [*RECIPE, "--out_dir", run.parent, "--steps"]
+    checkpoint = run / "checkpoints" / "step-00000004"
     done = train(*arguments, 6, "--schedule.name", "linear", exit_code=2)
-    assert "of step 1 of this run" in done.stderr and "--name NEW --branch_from" in done.stderr
+    assert "schedule.name: constant in the run, linear now" in done.stderr
+    assert f"branch: --name NEW --branch_from {checkpoint}; or choose another name" in done.stderr
+    train(*arguments, 6, "--schedule.name", "linear", "--name", "new", "--branch_from", checkpoint)
+    done = train(*arguments, 8, "--schedule.name", "linear", "--name", "new", exit_code=2)
+    assert "steps: 6 in the run, 8 now: in step 4, the learning rate was" in done.stderr, done.stderr
+    assert f"--branch_from {run.with_name('new')}" in done.stderr and "constant" not in done.stderr
     done = train(*arguments, 3, exit_code=2)
-    assert f"steps: 3 is less than the 4 completed steps of {run / 'checkpoints' / 'step-00000004'}" in done.stderr
+    assert "steps: 3 is less than the 4 completed steps\nchoose another name" in done.stderr
 
 
-def test_unchanged_resume_compares_no_learning_rates(monkeypatch):
+def test_unchanged_resume_compares_no_learning_rates(tmp_path, monkeypatch):
     """Comparing them would take time proportional to the completed steps."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
-    manifest = Manifest(2**39, (0, 0), {}, config.model_dump(mode="json"), "no", {}, 1, 1, 1, {})
     monkeypatch.delattr(resume, "scheduled_value")
-    resume.check_resume(config, ROOT, manifest)
+    resume.check_resume(Run(tmp_path), config, config.flat(), step=2**39)
 
 
 def test_branch_refuses_zero_remaining_steps(run):
@@ -264,13 +269,12 @@ def test_resume_never_refuses_inputs_inside_run(run):
     for place in (run, run / "checkpoints" / "step-00000004", run.parent / "link"):
         done = train(*afresh, "--init_from", place, exit_code=2)
         assert f"init_from: '{place}' is in the run that --resume never would move aside" in done.stderr
-    directory = RunDirectory(str(run.parent), "run")
     for setting, value in (("path", str(run / "corpus")), ("mix", {str(run / "corpus"): 1.0})):
         (run / "corpus").mkdir(exist_ok=True)
         config = parse_config([*map(str, RECIPE), "--resume", "never"])
         config = config.replace(**{f"data.{setting}": value})
         with pytest.raises(ConfigError, match=rf"data.{setting}: '.*corpus' is in the run that --resume never"):
-            directory.check(config)
+            check_run(Run(run), config)
     (run / "corpus").rmdir()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path != run} == {
         path: time for path, time in before.items() if path != run
@@ -318,7 +322,7 @@ def test_resume_without_config_uses_checkpoint_settings(deleted, run):
     if not deleted:
         (run / "config.yaml").write_text(settings.replace("\nseed: 0", "\nseed: 5"))
     done = train(*RECIPE, "--out_dir", run.parent, "--steps", 6, "--seed", 5, exit_code=2)
-    assert "step-00000004 has other settings" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
+    assert f"{run} has a run with other settings" in done.stderr and "seed: 0 in the run, 5 now" in done.stderr
     (run / "config.yaml").unlink(missing_ok=True)
     train(*RECIPE, "--out_dir", run.parent, "--steps", 6)
 
@@ -332,12 +336,12 @@ BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}  # refused when the checkpoint is 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=["early", "late"])
 def test_refused_start_is_recorded_in_status(precision, run):
-    assert read_status(run / "status.json") == Status("finished", STEPS)
+    assert Run(run).status() == Status("finished", STEPS)
     train(*RECIPE, "--out_dir", run.parent, exit_code=2, **precision)
-    status = read_status(run / "status.json")
+    status = Run(run).status()
     assert (status.state, status.step) == ("failed", STEPS) and "mixed_precision" in status.reason
     train(*RECIPE, "--out_dir", run.parent)
-    assert read_status(run / "status.json") == Status("finished", STEPS)
+    assert Run(run).status() == Status("finished", STEPS)
 
 
 def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
@@ -346,7 +350,7 @@ def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     (run / LOCK_FILE).unlink()
     with pytest.raises(ConfigError, match="^refused$"):
-        with RunDirectory(config.out_dir, config.name).record_outcome(config):
+        with record_outcome(Run.of(config), config):
             raise ConfigError("refused")
     assert not (run / LOCK_FILE).exists()
 
@@ -354,17 +358,17 @@ def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--seed", 5], ["--resume", "never"], ["--branch_from", "elsewhere"]], ids=str)
 def test_refused_start_of_another_run_keeps_status(arguments, run):
     train(*RECIPE, "--out_dir", run.parent, *arguments, exit_code=2, **FP16)
-    assert read_status(run / "status.json") == Status("finished", STEPS)
+    assert Run(run).status() == Status("finished", STEPS)
     assert not [path for path in run.parent.iterdir() if path != run]
 
 
 def test_refused_other_corpus_keeps_status(run):
     """Its hash is known only when the config is resolved."""
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
-    directory = RunDirectory(config.out_dir, config.name)
-    with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), directory.record_outcome(config):
-        directory.check(config.replace(**{"data.hash": "00ff"}))
-    assert read_status(run / "status.json") == Status("finished", STEPS)
+    directory = Run.of(config)
+    with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), record_outcome(directory, config):
+        check_run(directory, config.replace(**{"data.hash": "00ff"}))
+    assert Run(run).status() == Status("finished", STEPS)
 
 
 def test_lock_applies_through_symbolic_link(run):
@@ -381,12 +385,11 @@ def test_lock_applies_through_symbolic_link(run):
 
 
 def test_lock_of_moved_run_is_released(tmp_path):
-    run, moved = RunLock(tmp_path / "run"), tmp_path / "moved"
-    run.acquire()
-    run.directory.rename(moved)
-    run.acquire()
-    assert is_locked(run.directory) and not is_locked(moved)
-    run.release()
+    run, moved = Run(tmp_path / "run"), Run(tmp_path / "moved")
+    assert run.lock()
+    run.path.rename(moved.path)
+    assert run.lock() and run.is_locked() and not moved.is_locked()
+    run.unlock()
 
 
 # Non-finite losses
@@ -399,7 +402,7 @@ def test_run_fails_on_nonfinite_final_validation_loss(runs):
     for _ in range(2):  # the second start has no steps left
         done = train(*arguments, exit_code=1)
         assert "step 1: the validation loss is" in done.stderr and "Training finished." not in done.stdout
-        status = read_status(runs / "run" / "status.json")
+        status = Run(runs / "run").status()
         assert (status.state, status.step) == ("failed", 1) and "validation loss" in status.reason
     (row,) = metrics(runs / "run")
     assert row["val/loss"] is None and math.isfinite(row["train/loss"])
@@ -491,9 +494,9 @@ def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
         if fault := faults.pop():
             raise fault
 
-    saver = Saver(tmp_path, TrainConfig(), accelerator, sync)
+    saver = Saver(tmp_path, TrainConfig(), accelerator, sync, lambda step: None)
     for step in (1, 2):
-        saver.save(step, train_state(network, optimizer), {})
+        saver.save(step, 0, train_state(network, optimizer), {})
     with pytest.raises(SaveError, match="Input/output error"):
         saver.wait()
     assert there_already == [[], ["step-00000001"]]
@@ -514,22 +517,22 @@ def test_truncate_after_step_drops_later_rows(tmp_path):
 
 
 def test_write_status_in_place_on_full_disk(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "status.json"
-    write_status(file, Status("running", 3))
-    monkeypatch.setattr("run.status.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    write_status(file, Status("failed", 3, "x" * 10_000))
-    assert read_status(file) == Status("failed", 3, "x" * 1000)
-    write_status(file, Status("failed", 3))
-    assert read_status(file) == Status("failed", 3)
+    run = Run(tmp_path)
+    run.write_status(Status("running", 3))
+    monkeypatch.setattr("run.directory.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    run.write_outcome("failed", "x" * 10_000, "disk_full")
+    assert run.status() == Status("failed", 3, "x" * 1000, "disk_full")
+    run.write_status(Status("failed", 3))
+    assert run.status() == Status("failed", 3)
     shutil.rmtree(tmp_path)
-    write_status(file, Status("failed", 4))
+    run.write_status(Status("failed", 4))
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"state": 1, "step": 2}', b'{"state": "finished"}', b"\xff"])
-def test_read_status_of_damaged_file_is_none(content, tmp_path):
+def test_damaged_status_is_none(content, tmp_path):
     (tmp_path / "status.json").write_bytes(content)
-    assert read_status(tmp_path / "status.json") is None
+    assert Run(tmp_path).status() is None
 
 
 # Config, output, defaults
@@ -541,7 +544,7 @@ def test_read_status_of_damaged_file_is_none(content, tmp_path):
 def test_damaged_run_config_is_reported(content, run):
     (run / "config.yaml").write_text(content)
     with pytest.raises(ConfigError, match="config.yaml is damaged|with other settings"):
-        RunDirectory(str(run.parent), "run").check(parse_config([*map(str, RECIPE)]))
+        check_run(Run(run), parse_config([*map(str, RECIPE)]))
 
 
 def test_training_continues_after_stdout_pipe_closes(runs):
@@ -552,7 +555,7 @@ def test_training_continues_after_stdout_pipe_closes(runs):
     with open(pipe) as reader:
         assert "loading torch" in reader.readline()
     assert launch.wait(120) == 0
-    assert read_status(runs / "run" / "status.json") == Status("finished", STEPS)
+    assert Run(runs / "run").status() == Status("finished", STEPS)
 
 
 FULL_STDOUT = "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); del sys.argv[0]\n"

@@ -12,7 +12,7 @@ from data.sampler import GlobalBatches
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from run.directory import RunDirectory
+from run.directory import Run
 from run.reporting import Reporter
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.programs.reporting_train import HELP, Z_LOSS
@@ -108,7 +108,7 @@ def test_corpus_scores_generations_with_entropy_of_zero(reported):
 )
 def test_entropy_of_zero_is_reported(entropy, shown, tmp_path, capsys):
     config = TrainConfig(steps=1, tracking=TrackingConfig(wandb="disabled"))
-    with Reporter(config, RunDirectory(str(tmp_path), "."), 0, ALONE) as tracker:
+    with Reporter(config, Run(tmp_path), 0, ALONE) as tracker:
         losses = {"val/loss": 0.25, "val/entropy": entropy, "val/excess_loss": 0.05}
         tracker.log(1, losses | {"val/exact_match": 0.5, "val/tiny": 1.25e-5})
         tracker.log(1, {"state/digest": "0123456789abcdef", "layers/weight_norm/0": 1.0})

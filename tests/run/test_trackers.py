@@ -26,7 +26,7 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from distributed.signals import Preempted
 from run import trackers
-from run.directory import RunDirectory
+from run.directory import Run
 from run.reporting import Reporter
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, shell, train
 from tests.support import forked
@@ -173,7 +173,7 @@ def tracked(tmp_path):
     def start(*words):
         config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])
         trackers.check(config)
-        run = RunDirectory(str(tmp_path), "run")
+        run = Run(tmp_path / "run")
         run.path.mkdir(exist_ok=True)
         (run.path / "sessions.jsonl").write_text(json.dumps({"step": 2, "config": {"seed": 0}}) + "\n")
         return Reporter(config, run, 2, PartialState(cpu=True))
@@ -339,8 +339,8 @@ def test_progress_bar_advances_on_unlogged_steps(tmp_path, monkeypatch):
     config = parse_config(
         [*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", "--tracking.wandb", "disabled"]
     )
-    run = RunDirectory(str(tmp_path), "run")
+    run = Run(tmp_path / "run")
     run.path.mkdir()
     with Reporter(config, run, 1, SimpleNamespace(is_main_process=True)) as tracker:
         tracker.log(3, {})
-        assert tracker.bar.n == 3 and not run.metrics_file.read_text()
+        assert tracker.bar.n == 3 and not (run.path / "metrics.jsonl").read_text()

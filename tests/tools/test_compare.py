@@ -329,10 +329,10 @@ def family(tmp_path):
     size = {"flops_per_token": 6000}
     rows = {step: log(step, 64 * step, **{"state/digest": f"d{step}"}) for step in (10, 20, 30)}
     root = fake_run(tmp_path / "root", rows, starts=[start(**size)])
-    begin = {"run": str(root), "step": 10, "digest": "d10"}
+    begin = {"run": str(root), "step": 10, "digest": "d10", "tokens": 640}
 
     def branch(name, **settings):
-        rows = {step: log(step, 256 * step, 50.0) for step in (20, 30)}
+        rows = {step: log(step, 640 + 256 * (step - 10), 50.0) for step in (20, 30)}
         return fake_run(tmp_path / name, rows, begin, starts=[start(**size)], global_batch_size=16, **settings)
 
     return [root, branch("wide"), branch("wide-1", seed=1), branch("warm", lr=0.1)]

@@ -23,7 +23,7 @@ def test_plan_prints_what_three_steps_took(runs, tmp_path, processes):
     network = GPTModel(parse_config([*map(str, words)]).model)
     parts = [int(count.replace(",", "")) for count in re.findall(r"^  \w+ +([\d,]+)$", done.stdout, re.MULTILINE)]
     assert f"parameters              {sum(parts):,}\n" in done.stdout and sum(parts) == network.num_parameters()
-    assert f"{6 * 128:,} a step x 8 steps = {6 * 128 * 8:,}" in done.stdout
+    assert f"{6 * 128:,} a step, {6 * 128 * 8:,} in 8 steps" in done.stdout
     assert f"{max(1, processes)} on cpu, 1 per replica; " in done.stdout
     flops = network.flops_per_token(128)
     assert f"{flops:,} per token, {flops * 768:.3g} per step, {flops * 768 * 8:.3g} in total" in done.stdout
@@ -40,7 +40,7 @@ def test_plan_prints_what_three_steps_took(runs, tmp_path, processes):
 
 def test_plan_of_a_run_of_two_steps(runs):
     done = train(*TINY_STORIES, "--steps", 2, "--out_dir", runs, script="tools.plan")
-    assert "x 2 steps = 1,536" in done.stdout and " tokens/s, " in done.stdout
+    assert "1,536 in 2 steps" in done.stdout and " tokens/s, " in done.stdout
 
 
 def test_plan_counts_memory_of_evaluation(runs):

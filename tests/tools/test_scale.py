@@ -231,7 +231,7 @@ def test_ladder_refuses_runs_of_several_precisions(simulated_runs, tmp_path):
     trainer, (first, last) = LadderTrainer(simulated_runs, tmp_path / "law"), build_ladder([16], [400, 800], range(1))
     trainer.train([first, last])
     for run, precision in ((first, "no"), (last, "bf16")):
-        sessions = run.training(tmp_path / "law", (), ()).directory / "sessions.jsonl"
+        sessions = run.job(tmp_path / "law", (), ()).run.path / "sessions.jsonl"
         sessions.write_text(json.dumps({"step": 0, "mixed_precision": precision}))
     trainer.train([first])
     with pytest.raises(RunError, match="has runs with mixed precision bf16 and no; name another folder"):

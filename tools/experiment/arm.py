@@ -16,10 +16,10 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from data.files import sha256 as hash_file
-from run.reader import RunReader, surviving_sessions
+from run.directory import Run, surviving_sessions
 from tools.experiment.config_files import copy_config_files
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Training
+from tools.jobs.runner import Job
 
 # Settings and sections in which the runs of one arm may differ.
 PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
@@ -103,16 +103,16 @@ class Arm:
     @property
     def train_tokens(self) -> int:
         """Training tokens of its first run."""
-        return int(self.run(0).last_row()["train/tokens"])
+        return int(self.job(0).run.newest_metrics()["train/tokens"])
 
-    def run(self, index: int) -> Training:
+    def job(self, index: int) -> Job:
         """Return the run with the seed `first_seed + index`."""
         seed = self.first_seed + index
         name = f"{self.name}-{seed}"
         own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs)]
         command = (*self.launch.command, str(self.code / "train.py"), *self.words, *own)
         # The scorer evaluates the weights of the first run; of the others, only metrics are compared.
-        return Training(self.runs / name, self.settings["steps"], command, keep_checkpoints=index == 0)
+        return Job(Run(self.runs / name), self.settings["steps"], command, keep_checkpoints=index == 0)
 
     def losses(self, n: int, metric: str = "val/loss") -> list[float]:
         """Return a metric at the last step of the first n runs, all of them finished and checked.
@@ -123,10 +123,10 @@ class Arm:
         """
         self.check_runs(n)
         values = []
-        for training in map(self.run, range(n)):
-            row = training.last_row()
-            if row["step"] != training.steps or not isinstance(row.get(metric), float):
-                raise RunError(f"{training.directory} has no {metric} of its last step")
+        for job in map(self.job, range(n)):
+            row = job.run.newest_metrics()
+            if row["step"] != job.steps or not isinstance(row.get(metric), float):
+                raise RunError(f"{job.run.path} has no {metric} of its last step")
             values.append(row[metric])
         return values
 
@@ -139,8 +139,8 @@ class Arm:
         expected |= {name: value for name, value in launch.items() if value is not None}
         # Facts of the first run. Where the arm specifies nothing (an unknown precision), the others must equal it.
         shared: dict[str, Any] = {}
-        for training in map(self.run, range(n)):
-            for actual in identities(training.directory, training.steps):
+        for job in map(self.job, range(n)):
+            for actual in identities(job.run.path, job.steps):
                 shared = shared or actual
                 wanted = shared | expected
                 wrong = [
@@ -151,8 +151,7 @@ class Arm:
                 if wrong:
                     lines = "\n  ".join(wrong)
                     raise ConfigError(
-                        f"{training.directory} is not a run of this arm:\n  {lines}\nmove it away, or choose another "
-                        "--lab"
+                        f"{job.run.path} is not a run of this arm:\n  {lines}\nmove it away, or choose another --lab"
                     )
 
     def validation_text(self) -> str | None:
@@ -216,7 +215,7 @@ def identities(run: Path, steps: int) -> list[dict[str, Any]]:
 def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, ...]) -> list[dict[str, Any]]:
     stored = flat_settings(yaml.safe_load(config.read_text()))
     settings = {name: value for name, value in stored.items() if is_shared(name)}
-    rows = RunReader(config.parent).sessions()
+    rows = Run(config.parent).sessions()
     if not rows:
         raise ValueError("no session is recorded")
     parents = [row.branched_from.digest for row in rows if row.branched_from]
@@ -231,7 +230,7 @@ def check_trained_alike(baseline: Arm, candidate: Arm) -> None:
     """
     names = [name for name in SESSION_FACTS if name != "code"]
     names += ["init_hash"] if baseline.settings.get("init_from") == candidate.settings.get("init_from") else []
-    ours, theirs = (identities(arm.run(0).directory, arm.settings["steps"])[0] for arm in (baseline, candidate))
+    ours, theirs = (identities(arm.job(0).run.path, arm.settings["steps"])[0] for arm in (baseline, candidate))
     if different := [name for name in names if ours.get(name) != theirs.get(name)]:
         values = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in different)
         raise ConfigError(

@@ -47,7 +47,7 @@ from tools.experiment.sequential_test import (
 )
 from tools.experiment.settings import ExperimentConfig, parse_sizes, print_error, refuse_options
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Failed, JobRunner, OutOfTime, Stopped, Training
+from tools.jobs.runner import Failed, Job, JobRunner, OutOfTime, Stopped
 
 BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
 LOSS_MARGIN, EXCESS_MARGIN = 0.003, 0.03  # default equivalence margins
@@ -163,7 +163,7 @@ class Experiment:
                 # Without pairs the tuning failed. Once one size was compared, the baseline is known to train.
                 if not comparisons:
                     reference = pairs[-1][0] if pairs else variants.with_tuning_seeds(baseline)
-                    self.check_candidate_at_fault(failed, reference.run(0))
+                    self.check_candidate_at_fault(failed, reference.job(0))
                 message, verdict = describe_failure(failed), "failed"
             cost = self.cost(*pairs[0], change.num_lines) if comparisons else None
         return make_row(self.facts | self.spent(), comparisons, cost, message, verdict)
@@ -212,7 +212,7 @@ class Experiment:
         if not (self.config.launch or is_a_a_test or candidate.settings["branch_from"]):
             self.preview(baseline, candidate, change.has_code)
         if self.config.tune:
-            self.train([variants.with_tuning_seeds(arm).run(0) for arm in (baseline, candidate)])  # finds a broken arm
+            self.train([variants.with_tuning_seeds(arm).job(0) for arm in (baseline, candidate)])  # finds a broken arm
             baseline, candidate = self.tune(baseline), self.tune(candidate)
             self.facts["tuned"] = [arm.settings[self.config.tune] for arm in (baseline, candidate)]
             candidate = variants.use_separate_seeds_if_equal(candidate, baseline)
@@ -248,7 +248,7 @@ class Experiment:
         if is_same and math.isclose(reference["loss"], preview["loss"], rel_tol=SAME_LOSS) and self.config.stop_early:
             raise Identical(f"after {variants.PREVIEW_STEPS} steps with a schedule of the same shape")
 
-    def train(self, wanted: Iterable[Training], until_failure: bool = True) -> None:
+    def train(self, wanted: Iterable[Job], until_failure: bool = True) -> None:
         """Train runs as JobRunner.train does.
 
         Score files of runs that were unfinished are deleted: the scorer reads only finished runs, so the arm's own
@@ -261,16 +261,16 @@ class Experiment:
             for run in unfinished:
                 score_file(run).unlink(missing_ok=True)
 
-    def check_candidate_at_fault(self, failed: Failed, baseline: Training) -> None:
+    def check_candidate_at_fault(self, failed: Failed, baseline: Job) -> None:
         """Raise RunError unless a failure is the candidate's: no signal ended the run, and the baseline trains."""
         if failed.killed:
-            raise RunError(f"{failed.training.directory}: {failed}; rerun the same command to resume")
+            raise RunError(f"{failed.job.run.path}: {failed}; rerun the same command to resume")
         try:
             self.train([baseline])
         except OutOfTime:
             return
         except Failed as error:
-            raise RunError(f"{error.training.directory}: the baseline does not train: {error}") from None
+            raise RunError(f"{error.job.run.path}: the baseline does not train: {error}") from None
 
     def resolve_baseline(self, code: Path) -> Arm:
         """Return the baseline arm.
@@ -313,10 +313,10 @@ class Experiment:
         baseline, candidate = variants.scale_parameters(baseline, factor), variants.scale_parameters(candidate, factor)
         return baseline, candidate if factor == 1 else self.match(candidate, baseline)
 
-    def wanted_runs(self, baseline: Arm, candidate: Arm, n: int) -> list[Training]:
+    def wanted_runs(self, baseline: Arm, candidate: Arm, n: int) -> list[Job]:
         """Return the runs that are compared after n seeds; from MIN_SEEDS on, they include all `baseline_seeds`."""
-        pairs = [arm.run(seed) for seed in range(n) for arm in (baseline, candidate)]
-        return pairs + [baseline.run(seed) for seed in range(n, self.baseline_seeds if n >= MIN_SEEDS else 0)]
+        pairs = [arm.job(seed) for seed in range(n) for arm in (baseline, candidate)]
+        return pairs + [baseline.job(seed) for seed in range(n, self.baseline_seeds if n >= MIN_SEEDS else 0)]
 
     def train_seeds(self, baseline: Arm, candidate: Arm, n: int) -> None:
         """Train the runs that are compared after n seeds, and runs of later seeds on cores that would be idle.
@@ -354,7 +354,7 @@ class Experiment:
             natural = choose_metric(baseline, candidate)
             metric = check_metric(self.config.metric, baseline, candidate) if self.config.metric else natural
             all_seeds = max(self.baseline_seeds, self.max_seeds)
-            if stop_early and not num_unfinished([baseline.run(seed) for seed in range(all_seeds)]):
+            if stop_early and not num_unfinished([baseline.job(seed) for seed in range(all_seeds)]):
                 # An earlier experiment trained the whole baseline, so its noise is known.
                 check_first_loss(baseline.losses(all_seeds, metric), candidate.losses(1, metric)[0], metric)
             entropy = score_arm(baseline)["entropy"] if metric == EXCESS_LOSS else None
@@ -375,7 +375,7 @@ class Experiment:
         except OutOfTime:
             if comparison is None:
                 self.facts["finished_runs"] = [
-                    sum(arm.run(seed).is_finished() for seed in range(self.max_seeds)) for arm in (baseline, candidate)
+                    sum(arm.job(seed).is_finished() for seed in range(self.max_seeds)) for arm in (baseline, candidate)
                 ]
                 raise
         assert comparison is not None, "max_seeds >= MIN_SEEDS, so the loop ran"
@@ -385,7 +385,7 @@ class Experiment:
         """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
         arms = {factor: variants.scale_steps(baseline, factor) for factor in BUDGETS}
         try:
-            self.train([arm.run(seed) for arm in arms.values() for seed in range(BUDGET_SEEDS)])
+            self.train([arm.job(seed) for arm in arms.values() for seed in range(BUDGET_SEEDS)])
         except (OutOfTime, Failed) as error:
             print(f"the compute multiplier is unknown: {error}", file=sys.stderr)
             return None
@@ -407,7 +407,7 @@ class Experiment:
         except (Failed, OutOfTime, RunError) as error:
             print(f"the relative throughput is unknown: {error}", file=sys.stderr)
         scores = [score_arm(arm) | {"tokens": arm.train_tokens} for arm in arms]
-        memory_bytes = [arm.run(0).last_row().get("perf/peak_memory_bytes", math.nan) for arm in arms]
+        memory_bytes = [arm.job(0).run.newest_metrics().get("perf/peak_memory_bytes", math.nan) for arm in arms]
         return cost_facts(scores, memory_bytes, speeds, num_lines)
 
     def measure_throughput(self, arms: tuple[Arm, Arm]) -> tuple[list[float], list[float]]:
@@ -416,11 +416,11 @@ class Experiment:
         for turn in range(THROUGHPUT_ROUNDS):
             with temporary_folder(self.lab, "speed-") as folder:
                 for index in (0, 1) if turn % 2 else (1, 0):  # alternate which arm runs first
-                    run = variants.short_arm(
+                    job = variants.short_arm(
                         arms[index], variants.steps_in(arms[index], THROUGHPUT_SECONDS), folder
-                    ).run(0)
-                    self.train([run])
-                    speeds[index].append(run.tokens_per_second())
+                    ).job(0)
+                    self.train([job])
+                    speeds[index].append(job.run.tokens_per_second())
         return speeds
 
     def tune(self, arm: Arm) -> Arm:
@@ -438,10 +438,10 @@ class Experiment:
         if isinstance(value, int):
             values = sorted({max(1, round(one)) for one in values})
         arms = [variants.with_tuning_seeds(arm.changed({setting: one})) for one in values]
-        runs = {one.digest: [one.run(seed) for seed in range(TUNING_SEEDS)] for one in arms}
+        runs = {one.digest: [one.job(seed) for seed in range(TUNING_SEEDS)] for one in arms}
         self.train([run for several in runs.values() for run in several], until_failure=False)
         if killed := [failed for failed in self.jobs.failures.values() if failed.killed]:
-            raise RunError(f"{killed[0].training.directory}: {killed[0]}; rerun the same command to resume")
+            raise RunError(f"{killed[0].job.run.path}: {killed[0]}; rerun the same command to resume")
         # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
         trained = [one for one in arms if all(run.is_finished() for run in runs[one.digest])]
         if not trained:
@@ -471,12 +471,12 @@ def cpu_seconds_of_children() -> float:
 
 def describe_failure(failed: Failed) -> str:
     """Return why a run failed, the innermost line of the repository in its traceback, and the path of its output."""
-    run = failed.training
-    code = next(Path(word).parent for word in run.command if Path(word).name == "train.py")
-    frame = last_frame(run.output.read_text(errors="replace"), code) if run.output.exists() else ""
-    return f"does not train: {failed}{frame}; log: {run.output}"
+    job = failed.job
+    code = next(Path(word).parent for word in job.command if Path(word).name == "train.py")
+    frame = last_frame(job.output.read_text(errors="replace"), code) if job.output.exists() else ""
+    return f"does not train: {failed}{frame}; log: {job.output}"
 
 
-def num_unfinished(runs: list[Training]) -> int:
+def num_unfinished(runs: list[Job]) -> int:
     """Return how many runs are not finished."""
     return sum(not run.is_finished() for run in runs)

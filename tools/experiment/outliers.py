@@ -17,7 +17,7 @@ class Futile(Exception):
 
 def is_identical(baseline: Arm, candidate: Arm) -> bool:
     """Return whether the first runs of two arms, of the same seed, ended with the same digest."""
-    ours, theirs = (arm.run(0).last_row().get("state/digest") for arm in (baseline, candidate))
+    ours, theirs = (arm.job(0).run.newest_metrics().get("state/digest") for arm in (baseline, candidate))
     return baseline.first_seed == candidate.first_seed and ours is not None and ours == theirs
 
 

@@ -14,7 +14,7 @@ from data.files import write_atomically
 from data.json_objects import parse_object
 from data.validation_bytes import cover_same_text
 from tools.experiment.arm import Arm, ArmFailed, file_hash, last_frame
-from tools.jobs.runner import Training
+from tools.jobs.runner import Job
 
 SCORER = Path(__file__).with_name("scorer.py")
 LOSS, EXCESS_LOSS, BITS = "val/loss", "val/excess_loss", "val/bits_per_byte"
@@ -30,32 +30,32 @@ def score_arm(arm: Arm) -> dict[str, Any]:
     Raises:
         RunError: the arm's code cannot load or evaluate its checkpoint.
     """
-    run = arm.run(0)
-    file, source = score_file(run), score_source(run)
+    job = arm.job(0)
+    file, source = score_file(job), score_source(job)
     try:
         score = parse_object(file.read_bytes())
     except (OSError, ValueError):
         score = {}
     if score.get("source") != source:
-        row = run.last_row()
+        row = job.run.newest_metrics()
         logged = {metric: row.get(metric) for metric in (LOSS, EXCESS_LOSS, BITS)}
-        score = {"source": source} | run_scorer(arm, "measure", str(run.directory)) | logged
+        score = {"source": source} | run_scorer(arm, "measure", str(job.run.path)) | logged
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(score), several_writers=True)
     return score
 
 
-def score_file(run: Training) -> Path:
+def score_file(job: Job) -> Path:
     """Return the file of a run's score: LAB/scores/RUN.json."""
-    return run.directory.parent.parent / "scores" / f"{run.directory.name}.json"
+    return job.run.path.parent.parent / "scores" / f"{job.run.path.name}.json"
 
 
-def score_source(run: Training) -> dict[str, str]:
+def score_source(job: Job) -> dict[str, str]:
     """Return hashes of what a score is computed from: the last checkpoint, the metrics and the scorer."""
-    checkpoint = step_directory(run.directory / "checkpoints", run.steps)
+    checkpoint = step_directory(job.run.checkpoints, job.steps)
     return {
         "manifest": file_hash(checkpoint / "manifest.json"),
-        "metrics": file_hash(run.directory / "metrics.jsonl"),
+        "metrics": file_hash(job.run.path / "metrics.jsonl"),
         "scorer": sha256(SCORER.read_bytes()).hexdigest(),
     }
 
@@ -146,7 +146,7 @@ def choose_metric(baseline: Arm, candidate: Arm) -> str:
 def check_metric(metric: str, *arms: Arm) -> str:
     """Return the metric of `--metric`; raise ConfigError unless the first run of each arm logs it at its end."""
     for arm in arms:
-        row = arm.run(0).last_row()
+        row = arm.job(0).run.newest_metrics()
         if not isinstance(row.get(metric), float):
             logged = ", ".join(sorted(name for name in row if name.startswith("val/")))
             raise ConfigError(f"metric: {metric!r} is not logged by {arm.name}; it logs {logged}")

@@ -82,7 +82,7 @@ def short_arm(arm: Arm, steps: int, runs: Path) -> Arm:
 
 def steps_in(arm: Arm, seconds: float) -> int:
     """Return how many steps take `seconds` at the throughput of the arm's first run, at most all of its steps."""
-    throughput, steps = arm.run(0).tokens_per_second(), arm.settings["steps"]
+    throughput, steps = arm.job(0).run.tokens_per_second(), arm.settings["steps"]
     fitting = round(seconds * throughput * steps / arm.train_tokens) if math.isfinite(throughput) else 0
     return min(steps, max(SHORT_RUN_LOGS, fitting))
 

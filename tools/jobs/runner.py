@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -27,25 +26,19 @@ from checkpoint.identity import code_hash
 from config.errors import RunError
 from distributed.cores import available_cores
 from distributed.signals import signals_to_catch
-from run.lock import IN_USE
-from run.reader import RunReader
-from run.status import Status
+from run.directory import Run, Status
 
-# Parts of error messages if the disk is full, the quota used up, or a file at its size limit. The last one is from the
-# check before each save (checkpoint/saver.py).
-DISK_FULL = (*map(os.strerror, (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)), "MB are needed, but ")
-# Parts of error messages of a process whose connection to another one broke, because that was killed.
-LOST_PROCESS = ("closed by peer", "reset by peer", "remote process exited")
 MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
+EXIT_STOPPED = 75  # of train.py, after a signal
 POLL_SECONDS = 0.2
 DEFAULT_MAX_RUNNING = 8  # on CPUs, where all runs are in the same memory
 
 
 @dataclass(frozen=True)
-class Training:
+class Job:
     """A run to train, and the command that trains it."""
 
-    directory: Path
+    run: Run
     steps: int
     command: tuple[str, ...]
     restart: bool = False
@@ -54,46 +47,31 @@ class Training:
     """Keep its checkpoints when it has finished."""
 
     @property
-    def reader(self) -> RunReader:
-        """Reader of the run directory."""
-        return RunReader(self.directory)
-
-    @property
     def output(self) -> Path:
         """Log file of what the run prints."""
-        return self.directory.parent / "logs" / f"{self.directory.name}.log"
+        return self.run.path.parent / "logs" / f"{self.run.path.name}.log"
 
     def is_finished(self) -> bool:
         """Return whether all steps are completed."""
-        status = self.reader.status()
-        return status is not None and status.state == "finished" and status.step >= self.steps
+        return self.run.is_finished(self.steps)
 
-    def last_row(self) -> dict[str, float]:
-        """Return the newest row of metrics.jsonl; {"step": 0} if there is none."""
-        return self.reader.newest_metrics()
+    def status_since(self, start_time: float) -> Status:
+        """Return how the process started at `start_time` (seconds since the epoch) ended.
 
-    def tokens_per_second(self) -> float:
-        """Return the median of the logged speeds, without the first, which includes one-time work; NaN if unknown."""
-        rows = self.reader.metrics()
-        speeds = [row["perf/tokens_per_second"] for row in rows if "perf/tokens_per_second" in row]
-        return statistics.median(speeds[1:] or speeds or [math.nan])
-
-    def status_since(self, start_time: float) -> Status | None:
-        """Return the status, or None if it is older than `start_time` (seconds since the epoch).
-
-        A process that fails before the training starts leaves the status of an earlier process.
+        A process that fails before the training starts leaves the status of an earlier process; what it printed tells
+        why.
         """
-        file = self.directory / "status.json"
-        return self.reader.status() if file.exists() and file.stat().st_mtime >= start_time else None
+        file = self.run.path / "status.json"
+        if file.exists() and file.stat().st_mtime >= start_time and (status := self.run.status()):
+            return status
+        if self.output.exists() and shutil.disk_usage(self.output.parent).free < MIN_FREE_BYTES:
+            return Status("failed", 0, os.strerror(errno.ENOSPC), "disk_full")
+        return Status("failed", 0, self.error_line(), "error")
 
-    def failure_message(self, start_time: float) -> str:
-        """Return the reason why the process started at `start_time` failed, from its status or its output."""
-        if (status := self.status_since(start_time)) and status.reason:
-            return status.reason
+    def error_line(self) -> str:
+        """Return the error that the run printed, else its last line."""
         if not self.output.exists():
             return "see its own messages"
-        if shutil.disk_usage(self.output.parent).free < MIN_FREE_BYTES:
-            return os.strerror(errno.ENOSPC)
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("train.py: error: ")]
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")
@@ -103,13 +81,13 @@ class Failed(Exception):
     """A run failed; the message says why.
 
     Attributes:
-        training: The run.
+        job: The run.
         killed: True if a signal from elsewhere ended a process of the run, as when memory runs out.
     """
 
-    def __init__(self, training: Training, message: str, killed: bool = False):
+    def __init__(self, job: Job, message: str, killed: bool = False):
         super().__init__(message)
-        self.training, self.killed = training, killed
+        self.job, self.killed = job, killed
 
 
 class Stopped(Exception):
@@ -159,15 +137,15 @@ class JobRunner:
         self.code: str | None = None
         self.threads: int | None = None
         self.deadline = math.inf
-        self.outcomes: dict[Training, str] = {}
-        self.failures: dict[Training, Failed] = {}
+        self.outcomes: dict[Job, str] = {}
+        self.failures: dict[Job, Failed] = {}
         self.signal = 0
-        self._running: dict[Training, Started] = {}
+        self._running: dict[Job, Started] = {}
         self._num_sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
-    def train(self, trainings: Iterable[Training], until_failure: bool = True) -> None:
+    def train(self, jobs: Iterable[Job], until_failure: bool = True) -> None:
         """Train all runs that are not finished, started in this order, and return when they have ended.
 
         With `until_failure`, stop the other runs as soon as one fails or is stopped.
@@ -179,10 +157,10 @@ class JobRunner:
             RunError: A disk is full, or the code changed before all runs were started.
         """
         self.raise_if_stopped()
-        missing = [training for training in dict.fromkeys(trainings) if training.restart or not training.is_finished()]
+        missing = [job for job in dict.fromkeys(jobs) if job.restart or not job.is_finished()]
         waiting, ended = list(missing), []
         self._num_sharing_cores = min(self.max_running, len(missing))
-        num_steps = sum(training.steps for training in missing)
+        num_steps = sum(job.steps for job in missing)
         disable = True if self.show_output else None  # None: tqdm disables itself outside a terminal
         bar = tqdm(total=num_steps, unit="step", disable=disable, leave=False, file=sys.stderr)
         try:
@@ -193,11 +171,11 @@ class JobRunner:
                     self._start_waiting(waiting)
                 elif waiting or self._running:
                     raise OutOfTime
-                bar.update(sum(training.last_row()["step"] for training in missing) - bar.n)
-                for training in missing:
-                    if training not in (*waiting, *self._running, *ended):
-                        ended.append(training)
-                        bar.write(f"[run {len(ended)} / {len(missing)}] {self._describe(training)}", file=sys.stderr)
+                bar.update(sum(job.run.newest_metrics()["step"] for job in missing) - bar.n)
+                for job in missing:
+                    if job not in (*waiting, *self._running, *ended):
+                        ended.append(job)
+                        bar.write(f"[run {len(ended)} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
                 time.sleep(POLL_SECONDS if len(ended) < len(missing) else 0)
         finally:
             self._stop_all()
@@ -208,20 +186,20 @@ class JobRunner:
         if self.signal:
             raise Stopped
 
-    def _describe(self, training: Training) -> str:
-        outcome = self.outcomes.setdefault(training, "finished")
-        loss = training.last_row().get("val/loss")
-        return f"{training.directory.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
+    def _describe(self, job: Job) -> str:
+        outcome = self.outcomes.setdefault(job, "finished")
+        loss = job.run.newest_metrics().get("val/loss")
+        return f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
 
-    def _start_waiting(self, waiting: list[Training]) -> None:
-        for training in list(waiting):
-            if training.is_finished() and not training.restart:  # by another process
-                waiting.remove(training)
-            elif len(self._running) < self.max_running and not training.reader.is_locked():
-                waiting.remove(training)
-                self._running[training] = self._start(training)
+    def _start_waiting(self, waiting: list[Job]) -> None:
+        for job in list(waiting):
+            if job.is_finished() and not job.restart:  # by another process
+                waiting.remove(job)
+            elif len(self._running) < self.max_running and not job.run.is_locked():
+                waiting.remove(job)
+                self._running[job] = self._start(job)
 
-    def _start(self, training: Training) -> Started:
+    def _start(self, job: Job) -> Started:
         if self.code not in (None, code_hash()):
             raise RunError(
                 "the code has changed since the first run was started; runs of different code are not comparable"
@@ -236,60 +214,52 @@ class JobRunner:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         start_time = time.time()
         if self.show_output:
-            process = subprocess.Popen(training.command, start_new_session=True, env=environment)
+            process = subprocess.Popen(job.command, start_new_session=True, env=environment)
             return Started(process, slot, start_time)
-        training.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(training.output, "w") as output:
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        with open(job.output, "w") as output:
             process = subprocess.Popen(
-                training.command, start_new_session=True, env=environment, stdout=output, stderr=subprocess.STDOUT
+                job.command, start_new_session=True, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
         return Started(process, slot, start_time)
 
-    def _collect_ended(self, waiting: list[Training], until_failure: bool) -> None:
+    def _collect_ended(self, waiting: list[Job], until_failure: bool) -> None:
         """Remove processes that have ended; a run that another process locked first is queued again."""
-        for training, run in list(self._running.items()):
-            if (exit_code := run.process.poll()) is None:
+        for job, started in list(self._running.items()):
+            if (exit_code := started.process.poll()) is None:
                 continue
-            del self._running[training]
+            del self._running[job]
             if exit_code == 0:
-                self._record_finished(training)
+                self._record_finished(job)
                 continue
-            message = training.failure_message(run.start_time)
-            if exit_code < 0:
-                message = f"ended by {signal.Signals(-exit_code).name}; out of memory?"
-            if any(words in message for words in DISK_FULL):
-                raise RunError(f"{training.directory}: {message}; free some space and run the same command again")
-            if IN_USE in message or training.reader.is_locked():
-                waiting.append(training)
+            if job.run.is_locked():
+                waiting.append(job)
                 continue
+            status = job.status_since(started.start_time)
+            if status.kind == "disk_full":
+                raise RunError(f"{job.run.path}: {status.reason}; free some space and run the same command again")
             # A launcher exits with 1 whatever its processes return.
-            status = training.status_since(run.start_time)
-            state = status.state if status else ""
-            stopped = exit_code == 75 or state == "preempted"
-            self.outcomes[training] = "stopped" if stopped else "failed"
-            if exit_code > 0 and state == "running":
-                message = f"ended without recording why, as if killed; out of memory? ({message})"
-            lost_process = any(words in message for words in LOST_PROCESS)
-            failure = Failed(training, message, killed=exit_code < 0 or state == "running" or lost_process)
+            stopped = exit_code == EXIT_STOPPED or status.state == "preempted"
+            self.outcomes[job] = "stopped" if stopped else "failed"
             if not stopped:
-                self.failures[training] = failure
+                self.failures[job] = describe_failure(job, exit_code, status)
             if until_failure:
-                raise Stopped if stopped else failure
+                raise Stopped if stopped else self.failures[job]
 
     def _stop_all(self) -> None:
         for run in self._running.values():
             self._send(run, self.signal or signal.SIGTERM)
-        for training, run in self._running.items():
+        for job, run in self._running.items():
             if run.process.wait():
-                self.outcomes[training] = "stopped"
+                self.outcomes[job] = "stopped"
             else:
-                self._record_finished(training)
+                self._record_finished(job)
         self._running.clear()
 
-    def _record_finished(self, training: Training) -> None:
-        self.outcomes[training] = "finished"
-        if not training.keep_checkpoints:
-            shutil.rmtree(training.directory / "checkpoints", ignore_errors=True)
+    def _record_finished(self, job: Job) -> None:
+        self.outcomes[job] = "finished"
+        if not job.keep_checkpoints:
+            shutil.rmtree(job.run.path / "checkpoints", ignore_errors=True)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # _stop_all forwards the first signal. Later ones are forwarded here: a second one ends a run without saving.
@@ -300,6 +270,17 @@ class JobRunner:
     def _send(self, run: Started, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(run.process.pid, number)
+
+
+def describe_failure(job: Job, exit_code: int, status: Status) -> Failed:
+    """Return the error of a run whose process ended with this exit code (negative: by a signal) and status."""
+    if exit_code < 0:
+        return Failed(job, f"ended by {signal.Signals(-exit_code).name}; out of memory?", killed=True)
+    if status.state == "running":
+        return Failed(
+            job, f"ended without recording why, as if killed; out of memory? ({job.error_line()})", killed=True
+        )
+    return Failed(job, status.reason, killed=status.kind == "lost_process")
 
 
 def visible_gpus() -> list[str]:

@@ -130,11 +130,11 @@ class Attempt(Experiment):
         copied = ("difference", "low", "high", "verify", "seconds", "cpu_seconds", "message")
         cells: dict[str, Any] = {name: result.get(name) for name in copied}
         cells["message"] = cells["message"] and cut_middle(cells["message"])
-        cells["log"] = next((training.output for training in self.jobs.failures), None)
+        cells["log"] = next((job.output for job in self.jobs.failures), None)
         if "losses" not in result:
             return cells
         baseline, candidate = result["losses"]
-        speeds = [arm.run(0).tokens_per_second() for arm in self.arms]
+        speeds = [arm.job(0).run.tokens_per_second() for arm in self.arms]
         ratios = {"parameters": "parameters", "flops": "flops_per_token"}
         cells |= {name: result["cost"][key][1] / result["cost"][key][0] for name, key in ratios.items()}
         return cells | {
@@ -180,7 +180,7 @@ def training_tokens(arm: Arm) -> int:
     settings = arm.settings
     batch_size = settings["global_batch_size"] or settings["micro_batch_size"]
     sizes = BatchSizes.from_settings(settings | {"global_batch_size": batch_size})
-    return sizes.sequences_before(settings["steps"]) * settings["seq_len"]
+    return sizes.tokens(settings["steps"], settings["seq_len"])
 
 
 class TriedBefore(Exception):

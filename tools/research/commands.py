@@ -71,7 +71,7 @@ def run(config: ChainConfig) -> Result:
     except Stopped as stopped:
         return Result({"status": "stopped", "message": str(stopped)}, [str(stopped)], EXIT_STOPPED)
     except Failed as failed:
-        raise RunError(f"{failed.training.directory}: {failed}; log: {failed.training.output}") from None
+        raise RunError(f"{failed.job.run.path}: {failed}; log: {failed.job.output}") from None
     except ArmFailed as failed:
         raise RunError(f"the head or the start of the chain: {failed}") from None
     except OSError as error:

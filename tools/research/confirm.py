@@ -125,7 +125,7 @@ def compare(
             baseline = experiment.resolve_baseline(base)
             candidate = experiment.resolve_candidate(baseline, head, changed)
             arms = experiment.scale_both(baseline, candidate, contrast.size)
-            experiment.train([arm.run(seed) for seed in range(config.seeds) for arm in arms])
+            experiment.train([arm.job(seed) for seed in range(config.seeds) for arm in arms])
             metric = choose_metric(*arms)
         except (ConfigError, ArmFailed, Failed) as error:
             if contrast.base == chain.start["commit"]:

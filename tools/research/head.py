@@ -146,7 +146,7 @@ def measure_baseline(config: ChainConfig, chain: Chain) -> Row:
     experiment = Experiment(settings, chain.lab, JobRunner(config.jobs))
     with checked_out(Change((), chain.head, chain.head)) as (code, _):
         arm = experiment.resolve_baseline(code)
-        experiment.train([arm.run(seed) for seed in range(num_seeds)])
+        experiment.train([arm.job(seed) for seed in range(num_seeds)])
         losses = arm.losses(num_seeds, choose_metric(arm, arm))
     mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
     before = [float(row["loss"]) for row in chain.rows if row["kind"] == "baseline"]

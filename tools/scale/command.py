@@ -96,23 +96,23 @@ class LadderTrainer:
         Raises:
             RunError: a run failed, its loss is not above the entropy of its data, or another run has another precision.
         """
-        pairs = [(run, run.training(self.out_dir, self.settings, self.launch.command)) for run in runs]
+        pairs = [(run, run.job(self.out_dir, self.settings, self.launch.command)) for run in runs]
         try:
-            self.runner.train([training for _, training in pairs])
+            self.runner.train([job for _, job in pairs])
         except Stopped:
             print("stopped by a signal; run the same command again to resume", file=sys.stderr)
             raise SystemExit(75) from None
         except Failed as failed:
-            raise RunError(f"{failed.training.directory}: {failed}") from None
-        self.precisions |= {row.mixed_precision for _, training in pairs for row in training.reader.sessions()}
+            raise RunError(f"{failed.job.run.path}: {failed}") from None
+        self.precisions |= {row.mixed_precision for _, job in pairs for row in job.run.sessions()}
         if len(self.precisions) > 1:
             found = " and ".join(sorted(map(str, self.precisions)))
             raise RunError(f"out_dir: {self.out_dir} has runs with mixed precision {found}; name another folder")
-        measurements = [run.measurement(training) for run, training in pairs]
-        for (_, training), measured in zip(pairs, measurements, strict=True):
+        measurements = [run.measurement(job.run) for run, job in pairs]
+        for (_, job), measured in zip(pairs, measurements, strict=True):
             if not min(measured.excess_loss(scope) for scope in ("all", "answers")) > 0:
                 raise RunError(
-                    f"{training.directory}: validation loss {measured.loss:.4f} is not above the entropy of its data; "
+                    f"{job.run.path}: validation loss {measured.loss:.4f} is not above the entropy of its data; "
                     "a law cannot be fitted: use smaller budgets or more validation samples"
                 )
         return measurements

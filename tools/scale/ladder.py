@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from config.parser import parse_config
 from config.schema import TrainConfig
+from data.sampler import BatchSizes
 from data.synthetic.stories import get_story_generator
 from model.config import GPTConfig
-from tools.jobs.runner import Training
+from run.directory import Run
+from tools.jobs.runner import Job
 from tools.scale.recipe import learning_rate, measure_network
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +82,7 @@ class LadderRun:
     def tokens(self) -> int:
         """Training tokens, with padding."""
         base = base_config()
-        return self.steps * (base.global_batch_size or base.micro_batch_size) * base.seq_len
+        return BatchSizes(base.global_batch_size or base.micro_batch_size).tokens(self.steps, base.seq_len)
 
     @property
     def flops_per_token(self) -> int:
@@ -92,8 +94,8 @@ class LadderRun:
         """Training FLOPs of the whole run."""
         return self.flops_per_token * self.tokens
 
-    def training(self, out_dir: Path, settings: tuple[str, ...], launcher: tuple[str, ...]) -> Training:
-        """Return the training of this run in `out_dir`, with `settings` of train.py that all runs share."""
+    def job(self, out_dir: Path, settings: tuple[str, ...], launcher: tuple[str, ...]) -> Job:
+        """Return the job that trains this run in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
         model = model_of_width(self.width)
         own = {"name": name, "out_dir": out_dir, "steps": self.steps, "seed": self.seed, "optimizer.lr": self.lr}
@@ -101,11 +103,11 @@ class LadderRun:
         own |= {"model.n_heads": model.n_heads, "model.d_ff": model.d_ff}
         words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
         command = (*launcher, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
-        return Training(out_dir / name, self.steps, command)
+        return Job(Run(out_dir / name), self.steps, command)
 
-    def measurement(self, training: Training) -> Measurement:
-        """Read the result of its finished training."""
-        last = training.last_row()
+    def measurement(self, run: Run) -> Measurement:
+        """Read the result of its finished run."""
+        last = run.newest_metrics()
         answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
         tokens = last["train/tokens"]
         flops = self.flops_per_token * tokens

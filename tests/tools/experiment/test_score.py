@@ -57,7 +57,7 @@ def test_damaged_score_is_measured_again(damage, run_experiment):
 def test_logged_metric_must_be_the_measured_one(metric, run_experiment, monkeypatch):
     def measure(arm, command, *words):
         facts = fake_scorer(arm, command, *words)
-        return facts | ({"loss": 0.5 + arm.run(0).last_row()["true"]} if command == "measure" else {})
+        return facts | ({"loss": 0.5 + arm.job(0).run.newest_metrics()["true"]} if command == "measure" else {})
 
     monkeypatch.setattr(score, "run_scorer", measure)
     lie = f'row["true"] = excess\nrow["{metric}"] -= 0.1 * (settings["model.mlp"] == "relu2")\nrow["train/tokens"]'

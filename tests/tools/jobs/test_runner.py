@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from config.errors import RunError
-from run.reader import RunReader
+from run.directory import Run
 from tests.conftest import ROOT
 from tools.jobs import runner
-from tools.jobs.runner import Failed, JobRunner, Stopped, Training
+from tools.jobs.runner import Failed, Job, JobRunner, Stopped
 
 # Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
 # and ends as its argument names. It stops on SIGTERM.
@@ -30,9 +30,9 @@ def note(what):
     with open(os.path.dirname(run) + "/notes", "a") as file:
         print(json.dumps([what, os.path.basename(run), os.environ.get("OMP_NUM_THREADS"),
             os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()]), file=file)
-def end(state, code, reason=""):
+def end(state, code, reason="", kind=None):
     with open(run + "/status.json", "w") as file:
-        json.dump({"state": state, "step": 4, "reason": reason}, file)
+        json.dump({"state": state, "step": 4, "reason": reason, "kind": kind}, file)
     note("end")
     os._exit(code)
 try:
@@ -53,21 +53,18 @@ if how == "prints nothing":
 if how == "is refused":
     print("train.py: error: optimizer.lr: x must be a non-negative number")
     os._exit(2)
-ends = {"fails": ("failed", 1, "RunError: the loss is nan")}
-ends["fills the disk"] = "failed", 1, "OSError: [Errno 28] No space left on device"
-ends["reaches the file size limit"] = "failed", 1, "OSError: [Errno 27] File too large"
-ends["exceeds the quota"] = "failed", 1, "SafetensorError: I/O error: Disk quota exceeded (os error 122)"
-ends["lacks room for a save"] = "failed", 1, "SaveError: 33.00 MB are needed, but 1.00 MB are free"
+ends = {"fails": ("failed", 1, "NonFiniteError: the loss is nan", "non_finite")}
+ends["fills the disk"] = "failed", 1, "any words", "disk_full"
 ends["fails under a launcher"] = "preempted", 1
 ends["is killed under a launcher"] = "running", 1
-ends["loses a process"] = "failed", 1, "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+ends["loses a process"] = "failed", 1, "any words", "lost_process"
 end(*ends.get(how, ("finished", 0)))
 """
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that makes a Training by name and outcome; its `notes` reads the file shared by all runs.
+    """Return a function that makes a Job by name and outcome; its `notes` reads the file shared by all runs.
 
     A training ends only after `starts` trainings have started.
     """
@@ -75,7 +72,7 @@ def run(tmp_path):
 
     def training(name, how="at once", starts=1, **others):
         command = (sys.executable, "-S", str(tmp_path / "fake.py"), str(tmp_path / "runs" / name), how, str(starts))
-        return Training(tmp_path / "runs" / name, 4, command, **others)
+        return Job(Run(tmp_path / "runs" / name), 4, command, **others)
 
     (tmp_path / "runs").mkdir()
     training.notes = lambda: [json.loads(line) for line in (tmp_path / "runs" / "notes").read_text().splitlines()]
@@ -128,7 +125,7 @@ def test_train_skips_finished_runs_unless_restarted(run):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("fails", "RunError: the loss is nan"),
+        ("fails", "NonFiniteError: the loss is nan"),
         ("is refused", "optimizer.lr: x must be a non-negative number"),
         ("dies", "ended by SIGKILL; out of memory?"),
     ],
@@ -136,34 +133,25 @@ def test_train_skips_finished_runs_unless_restarted(run):
 def test_train_failed_run_stops_the_others(how, message, run):
     with pytest.raises(Failed) as failed:
         JobRunner(2).train([run("slow", "slowly"), run("bad", how, starts=2), run("later")])
-    assert str(failed.value) == message and failed.value.training.directory.name == "bad"
-    assert json.loads((run("slow").directory / "status.json").read_text())["state"] == "preempted"
-    assert not run("later").directory.exists()
+    assert str(failed.value) == message and failed.value.job.run.path.name == "bad"
+    assert json.loads((run("slow").run.path / "status.json").read_text())["state"] == "preempted"
+    assert not run("later").run.path.exists()
     JobRunner(2).train([run("slow"), run("bad"), run("later")])
 
 
 def test_train_without_until_failure_continues(run):
     found = JobRunner(2)
     found.train([run("bad", "fails"), run("signalled", "fails under a launcher"), run("good")], until_failure=False)
-    assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == {
+    assert {job.run.path.name: outcome for job, outcome in found.outcomes.items()} == {
         "bad": "failed",
         "signalled": "stopped",
         "good": "finished",
     }
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("fills the disk", "No space left on device"),
-        ("reaches the file size limit", "File too large"),
-        ("exceeds the quota", "Disk quota exceeded"),
-        ("lacks room for a save", "MB are free"),
-    ],
-)
-def test_train_full_disk_raises_run_error(how, message, run):
-    with pytest.raises(RunError, match=f"{message}.*; free some space"):
-        JobRunner(1).train([run("one", how)])
+def test_train_full_disk_raises_run_error(run):
+    with pytest.raises(RunError, match="any words; free some space"):
+        JobRunner(1).train([run("one", "fills the disk")])
 
 
 def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
@@ -177,7 +165,7 @@ def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
     [
         ("dies", "SIGKILL", True),
         ("is killed under a launcher", "as if killed; out of memory", True),
-        ("loses a process", "Connection closed by peer", True),
+        ("loses a process", "any words", True),
         ("fails", "nan", False),
     ],
 )
@@ -191,13 +179,13 @@ def test_train_killed_run_fails_as_killed(how, message, killed, run):
 def test_failure_message_ignores_status_of_earlier_start(run):
     with pytest.raises(Failed):
         JobRunner(1).train([run("one", "fails")])
-    os.utime(run("one").directory / "status.json", (1e9, 1e9))
+    os.utime(run("one").run.path / "status.json", (1e9, 1e9))
     with pytest.raises(Failed, match="optimizer.lr: x"):
         JobRunner(1).train([run("one", "is refused")])
 
 
 def test_train_waits_for_locked_run_then_trains_it(run):
-    directory = run("theirs").directory
+    directory = run("theirs").run.path
     directory.mkdir()
     held = open(directory / ".lock", "w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -221,7 +209,7 @@ def test_train_waits_for_locked_run_then_trains_it(run):
 
 def test_train_waits_after_losing_the_lock(run, monkeypatch):
     """Another machine takes the lock between the check and the start."""
-    directory = run("theirs").directory
+    directory = run("theirs").run.path
     directory.mkdir()
     held = open(directory / ".lock", "w")
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -231,9 +219,9 @@ def test_train_waits_after_losing_the_lock(run, monkeypatch):
         looks.append(reader)
         if len(looks) > 2:
             held.close()
-        return False
+        return len(looks) == 2
 
-    monkeypatch.setattr(RunReader, "is_locked", is_locked)
+    monkeypatch.setattr(Run, "is_locked", is_locked)
     JobRunner(1).train([run("theirs")])
     assert run("theirs").is_finished() and len(looks) > 2
 
@@ -244,10 +232,11 @@ def test_concurrent_commands_divide_the_runs(run, tmp_path):
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from tools.jobs.runner import Training, JobRunner
+        from run.directory import Run
+        from tools.jobs.runner import Job, JobRunner
         runs = [Path({str(tmp_path / "runs")!r}, f"run-{{number}}") for number in range(6)]
         fake = ({sys.executable!r}, "-S", {str(tmp_path / "fake.py")!r})
-        JobRunner(1).train([Training(path, 4, (*fake, str(path), "for a moment", "1")) for path in runs])
+        JobRunner(1).train([Job(Run(path), 4, (*fake, str(path), "for a moment", "1")) for path in runs])
     """
     both = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(2)]
     assert [one.wait(timeout=120) for one in both] == [0, 0]
@@ -257,17 +246,17 @@ def test_concurrent_commands_divide_the_runs(run, tmp_path):
 
 def test_checkpoints_of_finished_runs_are_deleted(run):
     runs = [run("kept"), run("deleted", keep_checkpoints=False), run("unfinished", "fails", keep_checkpoints=False)]
-    for training in runs:
-        (training.directory / "checkpoints" / "step-00000004").mkdir(parents=True)
+    for job in runs:
+        (job.run.path / "checkpoints" / "step-00000004").mkdir(parents=True)
     JobRunner(1).train(runs, until_failure=False)
-    assert [(training.directory / "checkpoints").exists() for training in runs] == [True, False, True]
+    assert [(job.run.path / "checkpoints").exists() for job in runs] == [True, False, True]
 
 
 def test_signal_stops_all_runs(run):
     found = JobRunner(2)
 
     def send():
-        while len(run.notes() if (run("one").directory.parent / "notes").exists() else ()) < 2:
+        while len(run.notes() if (run("one").run.path.parent / "notes").exists() else ()) < 2:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -276,7 +265,7 @@ def test_signal_stops_all_runs(run):
     with pytest.raises(Stopped):
         found.train([run("one", "slowly"), run("two", "slowly"), run("three")])
     sender.join()
-    assert {training.directory.name: outcome for training, outcome in found.outcomes.items()} == dict.fromkeys(
+    assert {job.run.path.name: outcome for job, outcome in found.outcomes.items()} == dict.fromkeys(
         ("one", "two"), "stopped"
     )
     with pytest.raises(Stopped):

@@ -3,17 +3,18 @@
 import fcntl
 import io
 import json
+import shutil
 
 import pytest
 
 from config.errors import ConfigError
 from run import metrics_log
-from run.lock import LOCK_FILE
-from run.reader import RunReader, Session, surviving_sessions
+from run.directory import LOCK_FILE, Run, Session, surviving_sessions
+from tests.conftest import ROOT, train
 
 
 def test_reader_of_empty_directory(tmp_path):
-    run = RunReader(tmp_path)
+    run = Run(tmp_path)
     assert (run.metrics(), run.generations(), run.sessions()) == ([], [], [])
     assert (run.manifests(), run.status(), run.is_locked()) == ({}, None, False)
     with pytest.raises(ConfigError, match="run: '.*' is not the directory of a run: it has no config.yaml"):
@@ -23,20 +24,20 @@ def test_reader_of_empty_directory(tmp_path):
 def test_reader_sees_lock(tmp_path):
     with open(tmp_path / LOCK_FILE, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert RunReader(tmp_path).is_locked()
-    assert not RunReader(tmp_path).is_locked()
+        assert Run(tmp_path).is_locked()
+    assert not Run(tmp_path).is_locked()
 
 
 def test_reader_names_session_with_wrong_type(tmp_path):
     (tmp_path / "sessions.jsonl").write_text('{"step": 0, "threads": "two"}\n')
     with pytest.raises(ConfigError, match="run: .*sessions.jsonl is damaged: session.threads is 'two'"):
-        RunReader(tmp_path).sessions()
+        Run(tmp_path).sessions()
 
 
 def test_reader_names_file_that_cannot_be_read(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="run: .*metrics.jsonl cannot be read: Is a directory"):
-        RunReader(tmp_path).metrics()
+        Run(tmp_path).metrics()
 
 
 def test_surviving_sessions_drop_retrained_steps():
@@ -48,8 +49,28 @@ def test_surviving_sessions_drop_retrained_steps():
     assert surviving_sessions([], 3) == []
 
 
+def test_tokens_of_branches_with_other_sizes(runs):
+    """The parents need not be on the disk any more."""
+    words = ["--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--out_dir", runs, "--micro_batch_size", 2]
+    branch_from, tokens = [], [0]
+    for name, (batch_size, seq_len, steps) in {"a": (4, 8, 2), "b": (8, 4, 4), "c": (2, 6, 6)}.items():
+        sizes = ["--global_batch_size", batch_size, "--seq_len", seq_len]
+        train(*words, *sizes, "--name", name, "--steps", steps - 1, *branch_from)
+        train(*words, *sizes, "--name", name, "--steps", steps)  # resumed
+        tokens += [tokens[-1] + batch_size * seq_len * count for count in (1, 2)]
+        run = Run(runs / name)
+        logged = {row["step"]: row["train/tokens"] for row in run.metrics() if "train/tokens" in row}
+        assert logged == {steps - 1: tokens[-2], steps: tokens[-1]}
+        assert [run.tokens(step) for step in (steps - 1, steps)] == tokens[-2:]
+        [(checkpoint, manifest)] = run.manifests().items()
+        assert manifest.tokens == tokens[-1]
+        branch_from = ["--branch_from", checkpoint]
+    shutil.rmtree(runs / "a")
+    assert Run(runs / "b").tokens(4) == 2 * 4 * 8 + 2 * 8 * 4
+
+
 def test_newest_metrics_ignores_unfinished_row(tmp_path):
-    run, file = RunReader(tmp_path), tmp_path / "metrics.jsonl"
+    run, file = Run(tmp_path), tmp_path / "metrics.jsonl"
     assert run.newest_metrics() == {"step": 0}
     file.write_text('no row\n{"step": 1')
     assert run.newest_metrics() == {"step": 0}
@@ -74,5 +95,5 @@ def test_newest_metrics_reads_end_of_file(length, tmp_path, monkeypatch):
 
     monkeypatch.setattr(metrics_log, "parse_object", lambda line: lines.append(line) or parse(line))
     monkeypatch.setattr(metrics_log, "open", lambda path, _: CountingReader(io.FileIO(path)), raising=False)
-    assert RunReader(tmp_path).newest_metrics() == {"step": 10_000, "name": length * "x"}
+    assert Run(tmp_path).newest_metrics() == {"step": 10_000, "name": length * "x"}
     assert len(lines) <= 2 and (length > 10 or num_bytes == [metrics_log.TAIL_BYTES])

@@ -1,0 +1,165 @@
+"""Start a training in the directory of a run, and record how it ends. The main process alone writes there."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
+from config.errors import ConfigError, OtherRunError, RunError, error_kind
+from config.schema import TrainConfig
+from data.files import copy_folder, move_aside, write_atomically
+from distributed.collectives import broadcast_from_main
+from distributed.signals import Preempted
+from distributed.world import is_main_process
+from run.directory import LOCK_FILE, Branch, Run, Status
+from run.metrics_log import truncate_after_step
+from run.resume import (
+    StartingPoint,
+    check_new_run,
+    check_resume,
+    choose_starting_point,
+    differing_settings,
+    resumed_settings,
+    starts_afresh,
+    with_stored_model,
+)
+
+
+def check_run(run: Run, config: TrainConfig) -> None:
+    """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
+
+    Every process calls it before the process group exists; nothing is written.
+    """
+    existing = run.path
+    try:
+        existing = next(path for path in (run.path, *run.path.parents) if path.exists())
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+    if (stored := resumed_settings(run.path, config)) is None:
+        check_new_run(run.path, config)
+    else:
+        check_resume(run, config, stored)
+
+
+def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
+    """Lock the directory, choose the checkpoint to start from and write the resolved config.
+
+    Called by all processes together. On all of them, raise ConfigError if another process trains the run, no valid
+    checkpoint is left or it does not fit the settings, and RunError if the directory cannot be read or written.
+    """
+    start: StartingPoint | Exception = StartingPoint()
+    if accelerator.is_main_process:
+        try:
+            start = prepare_run(run, config, launch_facts(accelerator) | provenance())
+        except OSError as error:
+            start = RunError(f"{run.path} cannot be prepared: {error}")
+        except Exception as error:  # sent to the other processes, which would otherwise wait forever
+            start = error
+    start = broadcast_from_main(start)
+    if isinstance(start, Exception):
+        raise start
+    if not all(gather_object([(run.path / "config.yaml").exists()])):
+        raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
+    return start
+
+
+@contextmanager
+def record_outcome(run: Run, config: TrainConfig) -> Iterator[None]:
+    """Write the outcome of this session into status.json: finished, preempted or failed.
+
+    A session that is refused before it trains is recorded too, so that a program that restarts runs does not read
+    the outcome of the previous session; but only if the directory holds the run with these settings.
+    """
+    try:
+        yield
+    except Preempted as preempted:
+        if is_main_process():
+            run.write_outcome("preempted", str(preempted))
+        raise
+    except BaseException as error:
+        is_other = isinstance(error, OtherRunError)
+        if is_main_process() and not is_other and (run.has_lock() or _lock_same_run(run, config)):
+            run.write_outcome("failed", f"{type(error).__name__}: {error}", error_kind(error))
+        raise
+    else:
+        if is_main_process():
+            run.write_outcome("finished")
+    finally:
+        run.unlock()
+
+
+def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
+    """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
+    _lock(run)
+    if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in run.path.iterdir()):
+        print(f"The existing run was moved to {move_aside(run.path)}.")
+        _lock(run)
+    start = choose_starting_point(run, config, facts)
+    run.checkpoints.mkdir(exist_ok=True)
+    last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
+    truncate_after_step(run.path / "metrics.jsonl", last_kept, one_per_step=True)
+    truncate_after_step(run.path / "generations.jsonl", start.step)
+    truncate_after_step(run.path / "sessions.jsonl", config.steps)  # only to remove an incomplete line
+    write_atomically(run.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
+    facts |= network_size(config)
+    if config.data.source == "text":
+        from data.integrity import hash_validation_text  # imports pyarrow, which other sources do not need
+
+        corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
+        facts["validation_text"] = hash_validation_text(corpora)
+        if not (run.path / "tokenizer").exists():  # a copy, so that the model can be used without the corpus
+            # The tokenizers of a mixture are equal, but one may lack a chat template.
+            tokenizers = [corpus / "tokenizer" for corpus in corpora]
+            with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
+            copy_folder((with_template or tokenizers)[0], run.path / "tokenizer")
+    _record_session(run, start, facts | {"config": settings_to_store(config)})
+    run.write_status(Status("running", start.step))
+    return start
+
+
+def settings_to_store(config: TrainConfig) -> dict[str, Any]:
+    """Return the nested settings for YAML and JSON, with lists for tuples; `resume: never` becomes auto."""
+    settings = config.model_dump(mode="json")
+    return settings | ({"resume": "auto"} if config.resume == "never" else {})
+
+
+def _lock(run: Run) -> None:
+    if not run.lock():
+        raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
+
+
+def _record_session(run: Run, start: StartingPoint, facts: dict[str, Any]) -> None:
+    """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
+    name = None
+    if changes := uncommitted_changes():
+        name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
+        write_atomically(run.path / name, changes + "\n")
+    row = {"step": start.step, **facts, "uncommitted_changes": name}
+    if start.checkpoint and start.checkpoint.parent != run.checkpoints:  # the run is a branch
+        parent, digest = start.checkpoint.resolve().parent.parent, start.metrics.get("state/digest")
+        row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
+    with open(run.path / "sessions.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _lock_same_run(run: Run, config: TrainConfig) -> bool:
+    """Lock the directory if it holds the run with these settings and is not in use; return whether it did."""
+    with suppress(ConfigError, OSError):
+        stored = resumed_settings(run.path, config)
+        if stored is None:
+            return False
+        if config.init_from is not None:
+            config = with_stored_model(config, stored)
+        if not differing_settings(stored, config):
+            return run.lock()
+    return False
