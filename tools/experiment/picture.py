@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tools.experiment.analysis import Idea, Screen
-from tools.plot.style import new_figure
+from tools.plot import new_figure
 
 STYLES = {
     "better": ("#0072B2", "o"),

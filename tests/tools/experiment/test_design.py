@@ -79,6 +79,11 @@ def test_ideas_that_join_catch_up():
     assert standard_errors(rows)[:8].max() < standard_errors(early[:, :8]).max() * np.sqrt(72 / 48)
 
 
+def test_joining_idea_is_compared_within_new_rows():
+    early = np.pad(new_design(8, 48), ((0, 0), (0, 1)))
+    assert extend_design(early, 12)[:, 8].sum() == 6
+
+
 def test_exclusive_ideas_stay_apart():
     pairs = [*combinations(range(4), 2), (3, 7)]
     rows = new_design(12, 48, exclusive=pairs)
