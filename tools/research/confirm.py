@@ -134,12 +134,12 @@ def compare(
             return {"status": "not separable", "message": str(error)} | experiment.spent()
         losses = [arm.losses(config.seeds, metric) for arm in arms]
     ours, theirs = map(statistics.fmean, losses)
-    test = stats.ttest_ind(losses[1], losses[0], equal_var=False)
+    test: Any = stats.ttest_ind(losses[1], losses[0], equal_var=False)
     interval = test.confidence_interval(1 - LEVEL)
     status = "better" if interval.high < 0 else "worse" if interval.low > 0 else "unknown"
     percent = {"difference": theirs - ours, "low": interval.low, "high": interval.high}
     cells = {name: 100 * float(value) / ours for name, value in percent.items()}
-    cells |= {"status": status, "loss": theirs, "p": float(test[1]), "level": LEVEL}
+    cells |= {"status": status, "loss": theirs, "p": float(test.pvalue), "level": LEVEL}
     return cells | experiment.spent()
 
 
