@@ -41,8 +41,8 @@ def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
-    """Return the names in SUMMATION_ORDER whose values make the bits of two sessions differ: none with `exact`."""
-    return [] if exact else [name for name in SUMMATION_ORDER if _differs(name, then, now)]
+    """Return `device` and the names in SUMMATION_ORDER that make the bits of two sessions differ: none with `exact`."""
+    return [] if exact else [name for name in ("device", *SUMMATION_ORDER) if _differs(name, then, now)]
 
 
 def _differs(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

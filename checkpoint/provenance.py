@@ -1,5 +1,6 @@
 """Provenance of a result: versions, commit and processes, stored in every checkpoint and session."""
 
+import os
 import platform
 import subprocess
 from functools import cache
@@ -11,13 +12,13 @@ from accelerate import Accelerator
 
 from checkpoint.identity import ROOT, code_hash
 from config.schema import TrainConfig
-from distributed.launch import num_shards
+from distributed.launch import num_shards, uses_cpu
 from model.gpt import build_on_meta_device
 
 
 @cache  # the code of this process, even if its files are edited later; git is slow on a network disk
 def provenance(root: Path = ROOT) -> dict[str, str | None]:
-    """Return the versions of Python, torch and Accelerate, the hash of the code that trains, and the commit.
+    """Return the versions of Python, torch and Accelerate, the hash of the code that trains, the commit and the device.
 
     `git_commit` is None outside a git checkout, and ends in `-dirty` where a tracked file below `root` differs from it.
     """
@@ -29,6 +30,7 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
         "accelerate": accelerate.__version__,
         "code": code_hash(root),
         "git_commit": f"{commit}-dirty" if is_dirty else commit,
+        "device": "cpu" if uses_cpu(os.environ) else "cuda" if torch.cuda.is_available() else "mps",
     }
 
 
