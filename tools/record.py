@@ -16,8 +16,8 @@ import yaml
 from scipy.stats import sem, t
 
 from run.directory import Run
-from tools.benchmark.runner import ROOT, cpu_seconds, train_command
-from tools.benchmark.tables import machine, replace_table
+from tools.benchmark.cpu import train_command
+from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
 
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
 HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seconds", "digest of seed 1", "date"]

@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import ROOT, environment
 from tools.benchmark import gpu
-from tools.benchmark.runner import run_interleaved
+from tools.benchmark.__main__ import run_interleaved
 
 NANOGPT = os.environ.get("NANOGPT")
 # Packages that a machine with a GPU may lack: importing one of these is an error.
@@ -60,16 +60,6 @@ def test_variants_are_measured_and_failures_recorded(groups):
 
 
 @pytest.mark.slow
-def test_checkpointing_repeats_attention(groups):
-    def calls(variant):
-        top = groups["1.3b_4096_settings"][variant]["kernels"]["top"]
-        return top["aten::_scaled_dot_product_flash_attention_for_cpu"][1]
-
-    # Twice as many, and each seen twice: the profiler sees the mode that chooses what is recomputed too.
-    assert calls("activation_checkpointing") == 4 * calls("ours") > 0
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not NANOGPT, reason="NANOGPT names no checkout")
 def test_nanogpt_has_same_parameters(groups):
     ours, theirs = groups["124m_1024"]["ours"], groups["124m_1024"][gpu.PEER]
@@ -105,7 +95,7 @@ def test_failed_variant_ends_alone(monkeypatch):
     settings = {"ours": {}, "too_large": {"out_of_memory": True}, "short": {"steps": 5}, "other": {}}
     monkeypatch.setattr(gpu, "SETTINGS", settings)
     monkeypatch.setitem(gpu.CASES, "124m_1024", ("124M", 1024, 32, list(settings), None))
-    figures = run_interleaved(gpu.build_group("124m_1024", gpu.MINIATURE, None), rounds=2)
+    figures = run_interleaved(*gpu.build_cases("124m_1024", gpu.MINIATURE, None), rounds=2)
     assert figures["too_large"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
     assert "tokens_per_second" not in figures["too_large"]
     assert figures["short"]["error"].startswith("StopIteration")  # in its second round
@@ -123,14 +113,9 @@ def test_settings_reach_the_model(monkeypatch):
     def facts(name):
         network, optimizer, _ = gpu.build_ours(scale.model_config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
         (group, _) = optimizer.param_groups
-        checkpointed = "forward" in vars(network.blocks[0])
-        return network.next_token_loss.chunked, group["fused"], checkpointed
+        return network.next_token_loss.chunked, group["fused"]
 
-    assert {name: facts(name) for name in gpu.SETTINGS} == {
-        "ours": (None, True, False),
-        "activation_checkpointing": (None, True, True),
-        "whole_loss": (False, True, False),
-    }
+    assert {name: facts(name) for name in gpu.SETTINGS} == {"ours": (None, True), "whole_loss": (False, True)}
 
 
 def test_groups_are_valid():
@@ -149,7 +134,7 @@ def test_small_model_is_measured_on_gpu(name):
     scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, context=256)
     shape, *_, backend = gpu.CASES[name]
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
-        figures = run_interleaved(gpu.build_group(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
+        figures = run_interleaved(*gpu.build_cases(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
     assert min(figures.pop(gpu.PRODUCT)["flops_per_second"]) > 0
     for case in figures.values():
         assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1

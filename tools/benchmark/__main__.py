@@ -13,10 +13,13 @@ import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from tools.benchmark import tables
-from tools.benchmark.runner import run_interleaved
 
 CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
 # The module of each case, in which a function of the same name yields groups.
@@ -24,16 +27,56 @@ CASES = dict.fromkeys(CPU_CASES, "tools.benchmark.cpu") | {"gpu": "tools.benchma
 STARTED = time.monotonic()
 
 
+def measure(case: Callable[[], object]) -> dict:
+    """Run a case; return its wall-clock time, how many cores other work kept busy, and what the case returned."""
+    psutil.cpu_percent()  # starts an interval
+    start, own = time.perf_counter(), tables.cpu_seconds()
+    values = values if isinstance(values := case(), dict) else {}
+    seconds = time.perf_counter() - start
+    busy_cores = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
+    others_cores = max(0.0, busy_cores - (tables.cpu_seconds() - own) / seconds)
+    return {"seconds": seconds, "others_cores": others_cores} | values
+
+
+def run_interleaved(cases: dict[str, Callable], baselines: dict[str, list[str]], rounds: int) -> dict[str, dict]:
+    """Run the cases A B C A B C ..., so that other load slows all of them alike; return {case: {quantity: value}}.
+
+    A float becomes a list with the value of each round; other values are kept once. A case that raises is recorded as
+    "error" and dropped with the memory that it holds; the others continue.
+    """
+    figures: dict[str, dict] = {name: {} for name in cases}
+    for name in cases:
+        if against := [other for other in baselines.get(name, []) if other in cases and other != name]:
+            figures[name]["against"] = against
+    for number in range(rounds):
+        for name in list(cases):
+            try:
+                values = measure(cases[name])
+            except Exception as error:
+                traceback.print_exc()
+                lines = str(error).strip().splitlines() or [""]
+                figures[name]["error"] = f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
+                del cases[name]
+                continue
+            measured = {quantity: float(f"{value:.6g}") for quantity, value in values.items() if type(value) is float}
+            figures[name] |= {quantity: value for quantity, value in values.items() if quantity not in measured}
+            for quantity, value in measured.items():
+                figures[name].setdefault(quantity, []).append(value)
+            shown = ", ".join(f"{quantity} {value:g}" for quantity, value in measured.items())
+            print(f"  round {number + 1} of {rounds}: {name}: {shown}", file=sys.stderr, flush=True)
+    return figures
+
+
 def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
     """Measure the groups of a case; write the result after each group unless --quick."""
     figures, left_out = {}, []
-    for group in getattr(importlib.import_module(CASES[name]), name)(options):
+    for group, cases, baselines in getattr(importlib.import_module(CASES[name]), name)(options):
         if time.monotonic() - STARTED > options.budget_seconds:
-            left_out.append(group.name)
-            print(f"{group.name}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
+            left_out.append(group)
+            print(f"{group}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
-            print(f"{group.name}:", file=sys.stderr, flush=True)
-            figures[group.name] = run_interleaved(group, options.rounds)
+            print(f"{group}:", file=sys.stderr, flush=True)
+            figures[group] = run_interleaved(cases, baselines, options.rounds)
         if not options.quick:
             tables.write_result(name, figures, left_out)
     return figures

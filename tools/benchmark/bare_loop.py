@@ -6,24 +6,30 @@ imports. Under `accelerate launch` with several processes the model is wrapped i
 environment variable PEER may name a checkout of nanoGPT, whose model is then trained instead.
 """
 
+import importlib.util
 import json
 import math
 import os
 import statistics
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from config.parser import parse_config
+from config.schema import OptimizerConfig
 from data.corpus import load_corpus
 from distributed.cpu import prepare_cpu
 from distributed.world import is_main_process, num_processes
+from model.config import GPTConfig
 from model.gpt import GPTModel
-from tools.benchmark.nanogpt import build_peer
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
 from training.throughput import peak_memory_bytes
@@ -65,6 +71,24 @@ def main() -> None:
     if processes > 1:
         dist.barrier()
     os._exit(0)  # skips the interpreter's exit, where threads of gloo may abort
+
+
+def build_peer(
+    path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
+) -> tuple[nn.Module, Optimizer]:
+    """Return nanoGPT's model in the shape of `config`, without biases and dropout, and its optimizer."""
+    # Imported under another name, because our package is called `model` too.
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path / "model.py")
+    assert spec, path
+    assert spec.loader, path
+    theirs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
+    peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
+    # On the device: initialising a billion weights takes a CPU many seconds. nanoGPT prints while it does.
+    with torch.device(device), redirect_stdout(sys.stderr):
+        network = theirs.GPT(peer)
+        return network, network.configure_optimizers(optimizer.weight_decay, optimizer.lr, optimizer.betas, device)
 
 
 if __name__ == "__main__":

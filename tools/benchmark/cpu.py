@@ -1,10 +1,17 @@
-"""Benchmark cases on a CPU: the real train.py compared with nanoGPT's and with a hand-written loop."""
+"""Benchmark cases on a CPU: the real train.py compared with nanoGPT's and with a hand-written loop.
+
+Each function yields groups of cases to be compared: the name of the group, its cases, and for a case the names of its
+baselines, by which its figures are divided.
+"""
 
 import json
 import math
+import os
+import pickle
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +22,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,19 +32,12 @@ from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
 from run.metrics_log import read_rows
-from tools.benchmark.nanogpt import RECIPE_FOR_A_CPU, NanoGPT
-from tools.benchmark.runner import (
-    LOGGED,
-    ROOT,
-    Case,
-    Group,
-    measure_speed,
-    run_command,
-    speed_settings,
-    to_arguments,
-    train_command,
-)
 
+ROOT = Path(__file__).parents[2]
+LOGGED = ("[step ", "iter ")  # prefixes of the log lines of train.py and nanoGPT
+INTERVALS, WARM_UP = 8, 2  # numbers of intervals between log lines: measured, and skipped before
+Case = Callable[[], Any]
+Group = tuple[str, dict[str, Case], dict[str, list[str]]]
 RANDOM = {"config": "configs/random_tokens.yaml", "model.dropout": 0.0, "data.num_samples": 10_000}
 STORIES = {"config": "configs/stories.yaml"}
 WITHOUT_WANDB = {"tracking.wandb": "disabled"}
@@ -45,6 +46,98 @@ GPT2 = {"bias": False, "tie_embeddings": True, "mlp": "gelu_erf"}  # as in nanoG
 BARE_LOOP = "-m", "tools.benchmark.bare_loop"
 FIRST_STEP = "[step 1 /"
 PROMPT_TOKENS = 32
+# On a CPU nanoGPT's train.py enters a nullcontext instead of autocast; this removes it, to measure bfloat16.
+RUN_WITH_AUTOCAST = """
+import sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+source, found = Path(sys.argv[0]).read_text(), "nullcontext() if device_type == 'cpu' else "
+assert found in source
+exec(compile(source.replace(found, ""), sys.argv[0], "exec"))
+"""
+RECIPE_FOR_A_CPU = {  # from its README
+    **dict(device="cpu", compile=False, eval_iters=20, block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128),
+    **dict(max_iters=2000, lr_decay_iters=2000, dropout=0.0),
+}
+
+
+class NanoGPT:
+    """nanoGPT's train.py on the characters of a text, or on random tokens without one."""
+
+    def __init__(self, path: Path, text: Path | None = None):
+        self.path, self.folder = path.resolve(), tempfile.TemporaryDirectory()
+        self.cwd = Path(self.folder.name)  # train.py reads data/ and configurator.py from its working directory
+        (self.cwd / "configurator.py").symlink_to(self.path / "configurator.py")
+        (data := self.cwd / "data" / "text").mkdir(parents=True)
+        characters = list(text.read_text()) if text else np.random.default_rng(0).integers(0, 65, 1_000_000)
+        alphabet, tokens = np.unique(characters, return_inverse=True)
+        training = int(0.9 * len(tokens))
+        for name, part in {"train": tokens[:training], "val": tokens[training:]}.items():
+            part.astype(np.uint16).tofile(data / f"{name}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(alphabet)}))
+
+    def command(self, precision: str = "float32", **settings) -> list[str]:
+        """Return a command that trains; run it in `cwd`."""
+        runner = ["-c", RUN_WITH_AUTOCAST] if precision == "bfloat16" else []
+        command = [sys.executable, *runner, str(self.path / "train.py")]
+        command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
+        settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
+        return [*command, *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def to_arguments(settings: Mapping[str, object]) -> list[str]:
+    """Format settings as arguments of train.py: {"model.d_model": 64} becomes --model.d_model 64."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def train_command(settings: dict, processes: int = 0, script: tuple[str, ...] = ("train.py",)) -> list[str]:
+    """Return a command that trains: `python` for 0 processes, else `accelerate launch` in float32."""
+    command = [sys.executable]
+    if processes:
+        launcher = {"config_file": "accelerate_configs/cpu.yaml", "mixed_precision": "no", "num_processes": processes}
+        command += [str(Path(sys.executable).parent / "accelerate"), "launch", *to_arguments(launcher)]
+    return [*command, *script, *to_arguments(settings)]
+
+
+def run_command(
+    command: list[str], cwd: Path = ROOT, env: Mapping[str, str] = {}, until: str | None = None
+) -> list[tuple[float, str]]:
+    """Run a command to its end, or until it prints a line that begins with `until`; return the printed lines.
+
+    Each has the seconds since the launch. OMP_NUM_THREADS of this shell is not passed on. Raise RuntimeError if the
+    command fails, or ends before it prints `until`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env, lines = inherited | {"PYTHONUNBUFFERED": "1"} | dict(env), []
+    start = time.perf_counter()
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for line in process.stdout or ():
+            lines.append((time.perf_counter() - start, line.rstrip()))
+            if until is not None and line.startswith(until):
+                return lines
+        if process.wait() or until is not None:
+            printed = "\n".join(line for _, line in lines)
+            raise RuntimeError(f"exit code {process.returncode}\n{printed}")
+        return lines
+    finally:
+        process.terminate()  # does nothing if it has ended
+        process.communicate()
+
+
+def speed_settings(log_every: int, folder: str) -> dict:
+    """Return settings of a training for `measure_speed`, without evaluations and checkpoints on the way."""
+    settings = {"checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
+    settings |= {"steps": log_every * (WARM_UP + INTERVALS + 1), "tracking.log_every": log_every}
+    return settings | {"out_dir": folder, "resume": "never"}
+
+
+def measure_speed(command: list[str], tokens: int, cwd: Path = ROOT, env: Mapping[str, str] = {}) -> dict[str, float]:
+    """Return the median speed of a training that logs a line each `tokens` tokens."""
+    logged = [seconds for seconds, line in run_command(command, cwd, env) if line.startswith(LOGGED)]
+    intervals = [end - start for start, end in pairwise(logged[WARM_UP:])]
+    return {"tokens_per_second": tokens / statistics.median(intervals)}
 
 
 def model_settings(**sizes: int | str | bool) -> dict[str, object]:
@@ -87,7 +180,7 @@ def throughput(options: Namespace) -> Iterator[Group]:
                 if peer:
                     command = peer.command(precision, compile=compiled, **peer_settings)
                     theirs[f"nanoGPT, {label}"] = partial(measure_speed, command, tokens, peer.cwd)
-            yield Group(f"{layers} x {width}, context {context}, batch {batch}", ours | theirs, baselines)
+            yield f"{layers} x {width}, context {context}, batch {batch}", ours | theirs, baselines
 
 
 def time_to_loss(options: Namespace) -> Iterator[Group]:
@@ -123,7 +216,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
             peer = NanoGPT(options.nanogpt, options.text)
             tokens = {"tokens": math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))}
             cases["nanoGPT"] = lambda: run_to_target(peer.command(**recipe), peer.cwd) | tokens
-        yield Group("to 1.88 nats/character", cases, "nanoGPT")
+        yield "to 1.88 nats/character", cases, {"ours": ["nanoGPT"]}
 
 
 def overhead(options: Namespace) -> Iterator[Group]:
@@ -149,7 +242,7 @@ def overhead(options: Namespace) -> Iterator[Group]:
                     command = train_command(settings, launched, script)
                     cases[f"{program}, {label}"] = partial(measure_speed, command, every * 16 * seq_len, env=env)
                 baselines[f"train.py, {label}"] = [f"bare loop, {label}", "train.py, 1 process"]
-            yield Group(name, cases, baselines)
+            yield name, cases, baselines
 
 
 def memory(options: Namespace) -> Iterator[Group]:
@@ -165,7 +258,7 @@ def memory(options: Namespace) -> Iterator[Group]:
     cases: dict[str, Case] = {name: partial(run_bare_loop, settings | own) for name, own in variants.items()}
     if options.nanogpt:
         cases["nanoGPT"] = partial(run_bare_loop, settings, env={"PEER": str(options.nanogpt.resolve())})
-    yield Group("a step of 2,048 tokens", cases, "nanoGPT")
+    yield "a step of 2,048 tokens", cases, dict.fromkeys(variants, ["nanoGPT"])
 
 
 def exactness(options: Namespace) -> Iterator[Group]:
@@ -187,7 +280,7 @@ def exactness(options: Namespace) -> Iterator[Group]:
         cases: dict[str, Case] = {
             name: partial(case, settings | {"exact": exact}, processes) for name, exact in modes.items()
         }
-        yield Group(f"cost, {processes} process(es)", cases, "default")
+        yield f"cost, {processes} process(es)", cases, {"exact": ["default"]}
 
 
 def checkpoint_stall(options: Namespace) -> Iterator[Group]:
@@ -210,63 +303,33 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
         return {"step_seconds": undisturbed, "waits_seconds": lost[0], "lost_seconds": sum(lost)}
 
     cases: dict[str, Case] = {"synchronous": partial(case, False), "asynchronous": partial(case, True)}
-    yield Group("100 million parameters", cases, "synchronous")
-
-
-BARE_SCRIPT = f"""
-import torch
-from model.config import GPTConfig
-from model.gpt import GPTModel
-model = GPTModel(GPTConfig(vocab_size=512, dropout=0.0, **{TINY | FAMILIES["qwen3"]}))
-optimizer = torch.optim.AdamW(model.parameters())
-tokens = torch.randint(512, (8, 96))
-model(tokens, labels=tokens)[1].backward()
-optimizer.step()
-print("{FIRST_STEP}")
-"""
+    yield "100 million parameters", cases, {"asynchronous": ["synchronous"]}
 
 
 def startup(options: Namespace) -> Iterator[Group]:
-    """Seconds to --help, to a refused setting and to the first step, against importing torch and a bare script."""
-
-    def seconds_to_first_step(command: list[str], env: Mapping[str, str] = {}) -> dict[str, float]:
-        return {"seconds": run_command(command, env=env, until=FIRST_STEP)[-1][0]}
-
-    small = STORIES | {"data.num_samples": 50} | model_settings(**TINY)
-    recipe = small if options.quick else STORIES
+    """Seconds from the launch to --help and to the first step, beside importing torch."""
+    recipe = STORIES | ({"data.num_samples": 50} | model_settings(**TINY) if options.quick else {})
     with tempfile.TemporaryDirectory() as folder:
-
-        def first_step(settings: dict, processes: int = 0, env: Mapping[str, str] = {}) -> Case:
-            own = {"out_dir": folder, "resume": "never", "tracking.log_every": 1}
-            return partial(seconds_to_first_step, train_command(settings | own, processes), env)
-
         cache = Path(folder, "cache")
         # Compiling the smallest model takes half a minute; without a compiler train.py trains uncompiled.
-        env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
-        compiled = first_step(recipe | {"compile": True}, env=env)
+        compiler = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} | ({"CXX": "no-such-compiler"} if options.quick else {})
+        own = {"out_dir": folder, "resume": "never", "tracking.log_every": 1}
 
-        def compile_without_cache() -> object:
-            shutil.rmtree(cache, ignore_errors=True)
-            return compiled()
+        def first_step(processes: int = 0, compiled: bool = False, empty: bool = False) -> dict[str, float]:
+            if empty:
+                shutil.rmtree(cache, ignore_errors=True)
+            command = train_command(recipe | own | {"compile": compiled}, processes)
+            return {"seconds": run_command(command, env=compiler, until=FIRST_STEP)[-1][0]}
 
-        imports = "import torch", "import torch, accelerate", "import train"
         cases: dict[str, Case] = {
-            **{code: partial(run_command, [sys.executable, "-c", code]) for code in imports},
+            "import torch": partial(run_command, [sys.executable, "-c", "import torch"]),
             "train.py --help": partial(run_command, [sys.executable, "train.py", "--help"]),
-            "a refused setting": partial(run_command, [sys.executable, "train.py", "--steps", "-1"], exit_code=2),
-            "a bare script to its first step": partial(seconds_to_first_step, [sys.executable, "-c", BARE_SCRIPT]),
-            "first step, the same model, without W&B": first_step(small | WITHOUT_WANDB),
-            "first step": first_step(recipe),
-            "first step, without W&B": first_step(recipe | WITHOUT_WANDB),
-            "first step, 2 processes": first_step(recipe, 2),
-            "first step, 2 processes, without W&B": first_step(recipe | WITHOUT_WANDB, 2),
-            "first step, compiled, empty cache": compile_without_cache,
-            "first step, compiled, filled cache": compiled,
+            "first step": first_step,
+            "first step, 2 processes": partial(first_step, 2),
+            "first step, compiled, empty cache": partial(first_step, compiled=True, empty=True),
+            "first step, compiled, filled cache": partial(first_step, compiled=True),
         }
-        baselines = dict.fromkeys(["train.py --help", "a refused setting"], ["import torch"])
-        baselines |= {"import train": ["import torch, accelerate"]}
-        baselines |= {"first step, the same model, without W&B": ["a bare script to its first step"]}
-        yield Group("from launch to", cases, baselines)
+        yield "from launch to", cases, {"train.py --help": ["import torch"]}
 
 
 def generation(options: Namespace) -> Iterator[Group]:
@@ -298,4 +361,4 @@ def generation(options: Namespace) -> Iterator[Group]:
                 }
                 _, expected = [generate() for generate in generators.values()]  # warms both up
                 cases: dict[str, Case] = {name: partial(case, call, expected) for name, call in generators.items()}
-                yield Group(f"{family}, {layers} x {width}, batch {batch}", cases, "transformers")
+                yield f"{family}, {layers} x {width}, batch {batch}", cases, {"ours": ["transformers"]}

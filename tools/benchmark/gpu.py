@@ -1,9 +1,9 @@
 """Speed and memory of a training step on one GPU.
 
-Two GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, then
-single settings. All variants of a group exist at the same time and are interleaved, so that a GPU that slows down slows
-all of them. FLOP/s are compared with those of a bfloat16 product of large matrices and with the data sheet (MFU). Peak
-memory excludes the other variants. A profile of separate steps lists the kernels. --quick runs everything in miniature,
+Two GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, and
+without the chunked loss. All variants of a group exist at the same time and are interleaved, so that a GPU that slows
+down slows all of them. FLOP/s are compared with those of a bfloat16 product of large matrices and with the data sheet
+(MFU). Peak memory excludes the other variants. A profile lists the kernels. --quick runs everything in miniature,
 as a test, on the CPU if there is no GPU.
 """
 
@@ -29,8 +29,7 @@ from torch.profiler import profile
 from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel, build_on_meta_device
-from tools.benchmark.nanogpt import build_peer
-from tools.benchmark.runner import Group
+from tools.benchmark.bare_loop import build_peer
 from train import train_step
 from training.optimizer import build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
@@ -43,16 +42,14 @@ OPTIMIZER, GRAD_CLIP = OptimizerConfig(lr=1e-4), 1.0  # other values are the def
 COMPILED_REGION = "Torch-Compiled Region"
 ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
 BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("flash", "cudnn", "efficient")}
-RECOMPUTED, WHOLE_LOSS = "activation_checkpointing", "whole_loss"
-SETTINGS = {"ours": {}, RECOMPUTED: {RECOMPUTED: True}, WHOLE_LOSS: {"chunked_loss": False}}  # settings of train.py
+SETTINGS = {"ours": {}, "whole_loss": {"chunked_loss": False}}  # settings of train.py
 CASES = {  # shape, context, batch, variants, attention backend; the most interesting first
-    "124m_1024": ("124M", 1024, 32, ["ours", PEER, WHOLE_LOSS], None),
+    "124m_1024": ("124M", 1024, 32, ["ours", PEER, "whole_loss"], None),
     "1.3b_4096": ("1.3B", 4096, 4, ["ours", PEER], None),
     # One backend for a whole group: compiled code does not notice a change of it.
     **{f"124m_1024_{backend}": ("124M", 1024, 32, ["ours"], backend) for backend in BACKENDS},
     "124m_4096": ("124M", 4096, 8, ["ours", PEER], None),
     "1.3b_1024": ("1.3B", 1024, 16, ["ours", PEER], None),
-    "1.3b_4096_settings": ("1.3B", 4096, 4, ["ours", RECOMPUTED], None),
 }
 # The last trains a step; with `wait` it waits for the device and returns the loss of the step.
 Built = tuple[nn.Module, Optimizer, Callable[[bool], float | None]]
@@ -216,8 +213,8 @@ def measure_product(scale: Scale) -> dict[str, float]:
     return {"flops_per_second": 2 * size**3 / mean_seconds(lambda: one @ other, 20)}
 
 
-def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
-    """Return the variants of a case, with the product and the peer as their baselines."""
+def build_cases(name: str, scale: Scale, peer: Path | None) -> tuple[dict[str, Callable], dict[str, list[str]]]:
+    """Return the large product and the variants of a case, and their baselines."""
     shape, context, batch, names, _ = CASES[name]
     config = scale.model_config(shape, context)
     size = 1 if scale.context else batch, config.max_position_embeddings
@@ -228,10 +225,10 @@ def build_group(name: str, scale: Scale, peer: Path | None) -> Group:
         builders[PEER] = partial(build_nanogpt, config, tokens, scale, peer)
     cases = {name: Variant(build, tokens.numel(), flops_per_token, scale) for name, build in builders.items()}
     baselines = {name: [PRODUCT, PEER, "ours"] if name != PEER else [PRODUCT] for name in cases}
-    return Group(name, {PRODUCT: partial(measure_product, scale), **cases}, baselines)
+    return {PRODUCT: partial(measure_product, scale), **cases}, baselines
 
 
-def gpu(options: Namespace) -> Iterator[Group]:
+def gpu(options: Namespace) -> Iterator[tuple[str, dict[str, Callable], dict[str, list[str]]]]:
     """Yield every group; clear it, and the compiler's cache, after it was measured."""
     scale = Scale()
     if options.quick:
@@ -243,9 +240,9 @@ def gpu(options: Namespace) -> Iterator[Group]:
     # The cache's key does not include the attention backend, so that a group would get the code of another.
     torch._functorch.config.enable_autograd_cache = False
     for name, (*_, backend) in CASES.items():
-        group = build_group(name, scale, options.nanogpt)
+        cases, baselines = build_cases(name, scale, options.nanogpt)
         with sdpa_kernel(BACKENDS[backend]) if backend else nullcontext():
-            yield group
-        group.cases.clear()
+            yield name, cases, baselines
+        cases.clear()
         torch.compiler.reset()  # torch.compile caches at most eight shapes of a function
         release_memory()

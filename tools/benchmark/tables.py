@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import resource
 import sys
 from datetime import date
 from pathlib import Path
@@ -18,8 +19,8 @@ import psutil
 import torch
 
 from checkpoint.provenance import provenance
-from tools.benchmark.runner import ROOT
 
+ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
 SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds/step"}, {"peak_mib": "peak, MiB"}
@@ -42,6 +43,11 @@ def machine() -> dict[str, str | int | float]:
         facts["cpu"] = f"{facts['cpu']} (family {found['cpu family']}, model {found['model']})"
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
     return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its finished children."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def write_result(name: str, figures: Figures, left_out: list[str]) -> None:
