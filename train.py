@@ -44,7 +44,7 @@ from run.start import check_run, open_run, record_outcome
 from run.summary import summary
 from training.block_stats import BlockStatistics
 from training.ema import ema_weights
-from training.evaluation import evaluate, require_finite_val_loss
+from training.evaluation import check_finite_val_loss, evaluate
 from training.generations import sample_texts
 from training.gradients import backward, complete_gradients, first_backward, loss_scale, trainable_parameters
 from training.optimizer import apply_schedules, build_optimizer, learning_rates
@@ -83,7 +83,7 @@ def main(config: TrainConfig) -> None:
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, initial_model)
         else:
-            require_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
+            check_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
@@ -180,7 +180,7 @@ def train(
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
             if profiler:
                 profiler.step()
-        require_finite_val_loss(metrics, config.steps)
+        check_finite_val_loss(metrics, config.steps)
         reporter.say(f"The run is in {run.path}.")
 
 

@@ -70,12 +70,12 @@ def copy_folder(source: Path, path: Path) -> None:
         shutil.copytree(source, folder)
 
 
-def reason_absent(name: str) -> str:
-    """Return why `name` is neither a folder nor a name on the Hub; "" if it may be one."""
+def folder_problems(name: str) -> list[str]:
+    """List why `name` is neither a folder nor a name on the Hub."""
     path = Path(name)
     if path.is_dir() or path.parent == Path() or not path.parent.is_dir():
-        return ""
-    return f"{name!r} is not a directory"
+        return []
+    return [f"{name!r} is not a directory"]
 
 
 def fsync(path: Path) -> None:

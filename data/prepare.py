@@ -43,7 +43,7 @@ from config.errors import ConfigError
 from config.parser import parse_tool
 from config.paths import expand_user_path
 from data import chat, chat_template
-from data.files import folder_written_atomically, fsync, lock, reason_absent, sha256, write_atomically
+from data.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
 from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata
 from data.sources import Source, find_files, get_file_type, get_source_stamp
 from data.tokenizer import (
@@ -249,8 +249,8 @@ def prepare(config: PrepareConfig) -> dict:
                 return metadata
         raise ConfigError(f"out: {out} exists, and is not what this command would make; name another folder")
     parse_trained_vocab_size(config.tokenizer)  # before anything is written
-    if problem := reason_absent(config.tokenizer):
-        raise ConfigError(f"tokenizer: {problem}; use {NAMES}")
+    if problems := folder_problems(config.tokenizer):
+        raise ConfigError(f"tokenizer: {problems[0]}; use {NAMES}")
     _check_conversations(config, source, held_out)
     work = Path(f"{out}.partial")
     cache = work / "cache"
@@ -341,7 +341,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     frame = encoded.select_columns(["validation", *COUNTS]).to_pandas()
     sums = frame.groupby("validation").sum().reindex([False, True], fill_value=0)
     counts: dict[str, Any] = dict(zip(SPLITS, sums.to_dict("records"), strict=True))
-    _refuse_empty_split(config, *(counts[split]["documents"] for split in SPLITS))
+    _check_splits(config, *(counts[split]["documents"] for split in SPLITS))
     files = {}
     for split in SPLITS:
         kept = np.flatnonzero((frame.validation == (split == "validation")) & (frame.tokens > 0))
@@ -411,7 +411,7 @@ def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
     return hashed.hexdigest()
 
 
-def _refuse_empty_split(config: PrepareConfig, num_train: int, num_validation: int) -> None:
+def _check_splits(config: PrepareConfig, num_train: int, num_validation: int) -> None:
     if num_train == 0:
         rest = ", nor a conversation with an answer of role 'assistant'"
         if num_validation:

@@ -61,7 +61,7 @@ class Source:
         self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
             if get_file_type(file) not in FILE_TYPES:
-                raise self._refusal(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
+                raise self._error(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
         self.dataset: Any = None
@@ -80,9 +80,9 @@ class Source:
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
             except Exception as error:  # each format, file system and network raises its own types
-                raise self._refusal(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
+                raise self._error(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
             if changed:
-                raise self._refusal(f"{changed[0]!r} changed while it was read; start again when it is complete")
+                raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
     def shared_with(self, other: "Source") -> str | None:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
@@ -94,7 +94,7 @@ class Source:
         ours = {_identity(file) for file in self.files or self.dataset_files}
         return next((file for file in other.files or other.dataset_files if _identity(file) in ours), None)
 
-    def _refusal(self, problem: str) -> ConfigError:
+    def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.setting}: {problem}")
 
     def _load(self) -> tuple[Any, list[str], list]:
@@ -128,9 +128,9 @@ class Source:
             remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
             if configuration and self.name.count(":") == 1:
                 remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
-            raise self._refusal(f"{problem}: {error.__cause__ or error!r}\n{remedy}") from None
+            raise self._error(f"{problem}: {error.__cause__ or error!r}\n{remedy}") from None
 
-    def _require_kind(self, conversations: bool) -> None:
+    def _check_kind(self, conversations: bool) -> None:
         if self.conversations is (not conversations):
             this, earlier = ("conversation", "texts") if conversations else ("text", "conversations")
             kinds = f"this row is a {this}, but earlier rows are {earlier}"
@@ -146,7 +146,7 @@ class Source:
 
     def _read_txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
-        self._require_kind(conversations=False)
+        self._check_kind(conversations=False)
         with open_text(file, self.errors) as text:
             for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file):
                 if separator:
@@ -161,7 +161,7 @@ class Source:
         for row in self._read_records(place):
             text, is_conversation = chat.read_document(row, self.text_column)
             if is_conversation is not None:
-                self._require_kind(is_conversation)
+                self._check_kind(is_conversation)
             # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
             yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
 

@@ -66,7 +66,7 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
-    return problems + mps_problems(environment, config) + unusable_devices(environment)
+    return problems + mps_problems(environment, config) + device_problems(environment)
 
 
 def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
@@ -82,7 +82,7 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
     return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, found in unsupported.items() if found]
 
 
-def unusable_devices(environment: Mapping[str, str]) -> list[str]:
+def device_problems(environment: Mapping[str, str]) -> list[str]:
     """Return problems with the GPUs: present but unusable, fewer than processes, or without bf16."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "all").split(",")
     are_hidden = not any(name.strip()[:1].isalnum() for name in visible)  # the variable is empty or -1

@@ -45,7 +45,7 @@ class StateDigest:
     def __str__(self) -> str:
         return f"{self.values.sum().item() % 2**64:016x}"
 
-    def require_equal(self, saved: str | None, checkpoint: Path) -> None:
+    def check_equal(self, saved: str | None, checkpoint: Path) -> None:
         """Raise RunError if the digest of the loaded state differs from the one in the checkpoint's manifest."""
         if saved != str(self):
             raise RunError(f"{checkpoint}: the loaded state has the digest {self}, but the manifest says {saved}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from config.errors import ConfigError
-from data.files import reason_absent
+from data.files import folder_problems
 from model.gpt import GPTModel
 from model.hf import config_from_transformers, from_transformers
 
@@ -26,9 +26,9 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     local = Path(name).is_dir()
     if (Path(name) / "adapter_config.json").exists():
         raise ConfigError(f"{setting}: {name!r} is a PEFT adapter; merge it into its model first (docs/using.md)")
-    absent = f"{name!r} has no model" if local and not (Path(name) / "config.json").exists() else reason_absent(name)
-    if absent:  # without a request to the Hub
-        raise ConfigError(f"{setting}: {absent}; name {ACCEPTED}")
+    lacks_model = local and not (Path(name) / "config.json").exists()
+    if problems := [f"{name!r} has no model"] if lacks_model else folder_problems(name):  # without a request to the Hub
+        raise ConfigError(f"{setting}: {problems[0]}; name {ACCEPTED}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
 
     found = local

@@ -60,7 +60,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     return metrics
 
 
-def require_finite_val_loss(metrics: dict[str, float | None], step: int) -> None:
+def check_finite_val_loss(metrics: dict[str, float | None], step: int) -> None:
     """Raise if the last validation loss is not a finite number, so that such a run does not end as finished.
 
     Raises:

@@ -160,11 +160,11 @@ def test_exact_is_refused_under_fsdp_only():
 def test_unusable_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(launch_checks, "NVIDIA_DEVICES", str(ROOT / "train.p[y]"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (message,) = launch_checks.unusable_devices({})
+    (message,) = launch_checks.device_problems({})
     assert "cannot use the GPU of this machine; to train on the CPU, set ACCELERATE_USE_CPU=true" in message
     for variables in ({"ACCELERATE_USE_CPU": "True"}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}, {"CUDA_VISIBLE_DEVICES": ""}):
-        assert launch_checks.unusable_devices(variables) == []
-    assert launch_checks.unusable_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [message]
+        assert launch_checks.device_problems(variables) == []
+    assert launch_checks.device_problems({"CUDA_VISIBLE_DEVICES": "0"}) == [message]
 
 
 @pytest.fixture
@@ -176,14 +176,14 @@ def two_old_gpus(monkeypatch):
 
 def test_missing_gpus_and_missing_bf16_are_refused(two_old_gpus, monkeypatch):
     launched = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    few, old = launch_checks.unusable_devices(launched)
+    few, old = launch_checks.device_problems(launched)
     assert "num_processes: 4 on this machine, which has 2 GPU(s)" in few
     assert "bf16 is emulated by Tesla T4; use fp16" in old
-    assert launch_checks.unusable_devices(launched | {"ACCELERATE_USE_CPU": "true"}) == []
-    assert launch_checks.unusable_devices({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
-    assert launch_checks.unusable_devices({}) == [], "python train.py starts one process"
+    assert launch_checks.device_problems(launched | {"ACCELERATE_USE_CPU": "true"}) == []
+    assert launch_checks.device_problems({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
+    assert launch_checks.device_problems({}) == [], "python train.py starts one process"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
-    assert launch_checks.unusable_devices({"ACCELERATE_MIXED_PRECISION": "bf16"}) == []
+    assert launch_checks.device_problems({"ACCELERATE_MIXED_PRECISION": "bf16"}) == []
 
 
 def test_uses_cpu_reads_the_environment(two_old_gpus):
