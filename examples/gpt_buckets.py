@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> None:
     loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
     for kind, sizes in SIZES.items():
         torch.manual_seed(args.seed)  # the same on every rank: the copies start equal
-        model = GPTModel(GPTConfig(VOCAB_SIZE, dropout=args.dropout)).to(device)
+        model = GPTModel(GPTConfig(vocab_size=VOCAB_SIZE, dropout=args.dropout)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
         buckets = Buckets(model, *sizes)
         torch.manual_seed(args.seed + 1 + rank)  # dropout differs between ranks

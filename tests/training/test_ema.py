@@ -55,7 +55,7 @@ def test_card_shows_metrics_of_exported_weights(averaged, tmp_path):
     """val/loss is of the EMA, so the card of the trained weights does not have it."""
     cards = {}
     for weights in ("evaluated", "trained"):
-        export.main(ExportConfig(str(averaged), str(tmp_path / weights), weights=weights))
+        export.main(ExportConfig(run=str(averaged), out=str(tmp_path / weights), weights=weights))
         cards[weights] = (tmp_path / weights / "README.md").read_text()
     last = metrics(averaged)[-1]
     for name in ("val/loss", "val/excess_loss", "val/perplexity"):
