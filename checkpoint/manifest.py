@@ -68,7 +68,7 @@ def step_directory(checkpoints: Path, step: int) -> Path:
 def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of the checkpoint at `path`, but no other file; raise InvalidCheckpoint."""
     try:
-        if (newest := checkpoints_in(path / "checkpoints")) and not (path / MANIFEST).exists():
+        if not (path / MANIFEST).exists() and (newest := checkpoints_in(path / "checkpoints")):
             raise InvalidCheckpoint(f"{path} is a run; name one of its checkpoints, such as {newest[0]}")
         facts = parse_object((path / MANIFEST).read_bytes())
         if facts.get("format") != FORMAT:
@@ -99,7 +99,9 @@ def validate(path: Path) -> Manifest:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the directories that may be checkpoints, newest first."""
+    """Return the directories that may be checkpoints, newest first; raise OSError if the folder may not be read."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.scandir(directory).close()  # glob would find nothing in a folder of another user
     return sorted(directory.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
 
 

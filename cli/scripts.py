@@ -117,6 +117,8 @@ def report(error: BaseException, program: str) -> int:
             return 75
         case ConfigError() | RunError():
             message, is_shared = str(error), True
+        case OSError() if error_kind(error) == "config":
+            message, is_shared = f"{error.filename}: {error.strerror}", True
         case Exception() if error_kind(error) == "out_of_memory":
             message, is_shared = explain_full_memory(error), False
         case Exception() if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -129,7 +131,7 @@ def report(error: BaseException, program: str) -> int:
         let_main_process_fail_first()
     if message:
         print(f"{program}: error:", printable(message, kept="\n"), file=sys.stderr)
-    return 2 if isinstance(error, ConfigError) else 1
+    return 2 if error_kind(error) == "config" else 1
 
 
 def exit_together() -> None:

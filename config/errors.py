@@ -2,6 +2,8 @@
 
 import errno
 
+# A path of another user, or with a name that is too long, or in a circle of links: not the fault of this program.
+UNUSABLE_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # also: a file at its size limit, a quota that is used up
 
 
@@ -30,8 +32,8 @@ def error_kind(error: BaseException) -> str:
     """
     if isinstance(error, RunError | ConfigError):
         return error.kind
-    if isinstance(error, OSError) and error.errno in FULL_DISK:
-        return "disk_full"
+    if isinstance(error, OSError) and error.errno in (*FULL_DISK, *UNUSABLE_PATH):
+        return "disk_full" if error.errno in FULL_DISK else "config"
     names = {cls.__name__ for cls in type(error).__mro__}  # by name, to avoid importing torch
     # PyTorch has no type for what its CPU allocator raises, nor for the errors of gloo. These contain the name of its
     # source file, or "pair closure" if another operation had failed before.

@@ -129,8 +129,9 @@ class Run:
 
     def sessions(self) -> list[Session]:
         """Return the rows of sessions.jsonl, oldest first."""
+        rows = self._rows("sessions.jsonl")
         try:
-            return [from_json(row, Session, "session") for row in self._rows("sessions.jsonl")]
+            return [from_json(row, Session, "session") for row in rows]
         except ValueError as error:
             raise ConfigError(f"run: {self.path / 'sessions.jsonl'} is damaged: {error}") from None
 

@@ -5,7 +5,6 @@ Example:
 """
 
 import hashlib
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,8 +66,6 @@ def load_with_source(
 ) -> tuple[LoadedModel, tuple[Path, Manifest] | None]:
     """Load a model as load_run does, with the directory and manifest of its checkpoint if it is from a run."""
     path = expand_user_path(setting, path)
-    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-        raise ConfigError(f"{setting}: {str(path)!r} is a directory that this user may not read")
     if not any((path / name).exists() for name in ("config.yaml", "checkpoints", MANIFEST)):  # not a run
         if checkpoint != "latest":
             raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is not a run; leave it out")
@@ -126,22 +123,22 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
     Return its directory and manifest; a running train.py may remove it afterwards. The main process prints which
     damaged ones are skipped. Raise ConfigError if none is left.
     """
-    if (path / MANIFEST).exists():
-        if checkpoint != "latest":
-            raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is a checkpoint itself; leave it out")
-        directory = path
-    elif checkpoint == "latest":
+    if (path / MANIFEST).exists() and checkpoint != "latest":
+        raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is a checkpoint itself; leave it out")
+    if checkpoint == "latest" and not (path / MANIFEST).exists():
         newest, manifest, rejected = newest_valid(path / "checkpoints")
         if newest is None or manifest is None:
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
         report_skipped(rejected)
         return newest, manifest
-    else:
-        directory = _choose(path, checkpoint)
-    try:
-        return directory, validate(directory)
-    except InvalidCheckpoint as invalid:
-        raise ConfigError(str(invalid)) from None
+    while True:
+        directory = path if checkpoint == "latest" else _choose(path, checkpoint)
+        try:
+            return directory, validate(directory)
+        except InvalidCheckpoint as invalid:
+            if directory.exists() or directory == path:
+                raise ConfigError(str(invalid)) from None
+        report_skipped([f"{directory}: removed while it was read"])  # by train.py, which keeps only the newest
 
 
 def report_skipped(reasons: Iterable[str]) -> None:

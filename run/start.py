@@ -1,6 +1,7 @@
 """Start a training in the directory of a run, and record how it ends. The main process alone writes there."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +41,10 @@ def check_run(run: Run, config: TrainConfig) -> None:
     Every process calls it before the process group exists; nothing is written.
     """
     existing = run.path
+    if run.path.is_symlink() and not run.path.exists():
+        raise ConfigError(
+            f"name: {run.path} is a link to {os.readlink(run.path)}, which does not exist; remove the link"
+        )
     try:
         existing = next(path for path in (run.path, *run.path.parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()

@@ -41,7 +41,9 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
             raise ValueError(f"{unresolved[0]}: null")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
     return settings
 

@@ -384,6 +384,16 @@ def test_lock_applies_through_symbolic_link(run):
     train(*RECIPE, "--out_dir", run.parent, "--name", "link", "--steps", 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"), [("link", "is a link to nowhere, which does not exist"), ("x" * 300, "File name too long")]
+)
+def test_unusable_directory_is_refused(name, problem, runs):
+    runs.mkdir()
+    (runs / "link").symlink_to("nowhere")
+    done = train(*RECIPE, "--out_dir", runs, "--name", name, exit_code=2)
+    assert problem in done.stderr and "Traceback" not in done.stderr and "damaged" not in done.stderr
+
+
 def test_lock_of_moved_run_is_released(tmp_path):
     run, moved = Run(tmp_path / "run"), Run(tmp_path / "moved")
     assert run.lock()
