@@ -51,8 +51,7 @@ def main(config: EvaluateConfig) -> None:
     corpus = load_corpus(settings)
     settings = corpus.fill_in(settings)
     check_tokenizer(config.run, loaded.tokenizer, loaded.model.config.vocab_size, corpus)
-    corpus.verify()
-    accelerator = start_accelerator(settings, corpus.max_verification_seconds)
+    accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
     if accelerator.device.type == "cpu":
         use_cpu_kernels(model)
@@ -65,7 +64,7 @@ def main(config: EvaluateConfig) -> None:
         assert corpus.validation is not None, "it has been evaluated"
         metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": source[1].step} if source else {})
         metrics |= {"data": identify_data(settings.data), "windows": len(corpus.validation)}
-        metrics |= {"seq_len": settings.seq_len} | ({"targets": "answers"} if corpus.conversations else {})
+        metrics |= {"seq_len": settings.seq_len} | ({"targets": "answers"} if corpus.has_conversations else {})
         print(json.dumps(finite_or_null(metrics), indent=1))
         directory = output_directory(config)
         try:

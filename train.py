@@ -75,8 +75,7 @@ def main(config: TrainConfig) -> None:
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
         check_run(run, config)
-        corpus.verify()  # once for each machine, where the other processes wait for the first in start_accelerator
-        accelerator = start_accelerator(config, corpus.max_verification_seconds)
+        accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
         stop_signal = StopSignal()  # installs the handlers
         start = open_run(run, config, accelerator)

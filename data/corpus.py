@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, assert_never, cast
 
 from tokenizers import Tokenizer
@@ -14,10 +13,7 @@ from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
-from distributed.world import is_local_main_process
 from model.loss import MetricSums
-
-SLOWEST_BYTES_PER_SECOND = 20_000_000  # assumed slowest disk, for an upper bound on the time to verify a corpus
 
 
 class SampleDataset(Protocol):
@@ -47,8 +43,8 @@ class Corpus:
     """For a mixture: the number of sequences from each corpus in every MIX_BLOCK training sequences."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as {"data.hash": ...}."""
-    metadata: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    """Content of metadata.json of each corpus folder; {} for generated data."""
+    file_sizes: list[int] = field(default_factory=list)
+    """Bytes of each file; [] for generated data."""
     score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """(logits [B, T, V], batch) -> further validation metrics, logged as val/NAME. The logits at position t predict
     label t + 1."""
@@ -56,37 +52,16 @@ class Corpus:
     """Id of the token that separates texts, from which generation starts; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None
     """Generated text -> a remark that is logged with it: whether it is valid, and its log-probability."""
-    conversations: str = ""
-    """Remark on how conversations became training sequences, printed at the start of a run; empty for other text."""
+    has_conversations: bool = False
+    """Whether the targets are the answers of conversations."""
+    packing_note: str = ""
+    """How conversations became training sequences, printed at the start of a run; empty for other text."""
     score_texts: Callable[[list[str]], MetricSums] | None = None
     """Generated texts -> metrics, logged as generation/NAME at the end of a run."""
 
     def fill_in(self, config: TrainConfig) -> TrainConfig:
         """Fill in the settings of a run that the corpus determines."""
         return config.replace(**{"model.vocab_size": self.vocab_size}, **self.settings)
-
-    def verify(self) -> None:
-        """Compare the files with their recorded hashes, on the first process of each machine.
-
-        Call it before the process group is created: a long verification would exceed the timeout of a collective.
-
-        Raises:
-            ConfigError: a file differs from the one that data.prepare wrote, or cannot be read.
-        """
-        if self.metadata and is_local_main_process():
-            from data.integrity import verify  # imports pyarrow, which is slow and which only source text needs
-
-            verify(self.metadata)
-
-    @property
-    def file_sizes(self) -> list[int]:
-        """Bytes of each file; [] for generated data."""
-        return [entry["bytes"] for metadata in self.metadata.values() for entry in metadata["files"].values()]
-
-    @property
-    def max_verification_seconds(self) -> int:
-        """Upper bound on the time that `verify` takes."""
-        return sum(self.file_sizes) // SLOWEST_BYTES_PER_SECOND
 
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
         """Return the sample indices of every global batch of a run."""
@@ -170,9 +145,10 @@ def _load_text(config: TrainConfig) -> Corpus:
         vocab_size=_checked_vocab_size(config, corpora[0].vocab_size),
         quotas=quotas if data.mix else None,
         settings={"data.hash": content_hash, "data.packing": packing},
-        metadata={corpus.path: corpus.metadata for corpus in corpora},
+        file_sizes=[entry["bytes"] for corpus in corpora for entry in corpus.metadata["files"].values()],
         end_of_text=corpora[0].end_of_text,
-        conversations=train.conversations,
+        has_conversations=has_conversations,
+        packing_note=train.packing_note,
     )
 
 

@@ -44,7 +44,7 @@ from config.parser import parse_tool
 from config.paths import expand_user_path
 from data import chat, chat_template
 from data.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
-from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata
+from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
 from data.sources import Source, find_files, get_file_type, get_source_stamp
 from data.tokenizer import (
     NAMES,
@@ -68,8 +68,15 @@ Text = tuple[str, bool, str | None]
 """A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""
 
 
+class CheckConfig(Settings):
+    """Compares the files of a corpus with the hashes in its metadata.json."""
+
+    check: str
+    """The folder of the corpus."""
+
+
 class PrepareConfig(Settings):
-    """Makes a corpus of text."""
+    """Makes a corpus of text. With --check DIR alone, compares the files of a corpus with their recorded hashes."""
 
     source: str
     """A .txt, .jsonl or .parquet file (.gz and .zst are read), a pattern of such files in quotes ('texts/**/*.txt'), a
@@ -435,6 +442,10 @@ def cli() -> int:
     ignore_failed_prints()
     os.register_at_fork(after_in_child=end_with_parent)
     try:
+        if any(word.startswith("--check") for word in sys.argv):
+            corpus = parse_tool(CheckConfig, "python -m data.prepare").check
+            print(f"{corpus}: {verify(expand_user_path('check', corpus))} files have their recorded hashes")
+            return 0
         config = parse_tool(PrepareConfig, "python -m data.prepare")
         # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer. Its processes
         # inherit the blocked signal.

@@ -57,8 +57,8 @@ class TextDataset(Dataset):
         ConfigError: The split is too short for one row, or damaged.
     """
 
-    conversations: str = ""
-    """Description of how conversations became rows, printed at the start of a run; empty for text."""
+    packing_note: str = ""
+    """How conversations became rows, printed at the start of a run; empty for text."""
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None):
         self.corpus, self.split, self.seq_len, self.packing = corpus, split, seq_len, packing
@@ -148,7 +148,7 @@ class TextDataset(Dataset):
             lost = cut[~np.array(has_answer, bool)]
             self.rows = np.setdiff1d(self.rows, lost)
             counts = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
-            self.conversations = counts.format(*map(len, (lengths, self.rows, cut, lost)))
+            self.packing_note = counts.format(*map(len, (lengths, self.rows, cut, lost)))
 
     def _locate(self, row: int) -> tuple[int, np.ndarray]:
         """Return the first token of a row of documents, where in the row they begin and, last, where they end."""
@@ -194,6 +194,6 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
         return sum(dataset.num_bytes for dataset in self.datasets)
 
     @property
-    def conversations(self) -> str:
-        """Descriptions of how the conversations of each corpus became rows."""
-        return "; ".join(dataset.conversations for dataset in self.datasets if dataset.conversations)
+    def packing_note(self) -> str:
+        """How the conversations of each corpus became rows."""
+        return "; ".join(dataset.packing_note for dataset in self.datasets if dataset.packing_note)

@@ -39,11 +39,11 @@ def uses_cpu(environment: Mapping[str, str]) -> bool:
     return env_flag(environment, "ACCELERATE_USE_CPU") or not has_device
 
 
-def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
+def join_process_group(config: TrainConfig) -> None:
     """Initialise the process group, unless there is only one process or it is already initialised.
 
     The backend is gloo on CPUs; on GPUs it is NCCL, and gloo for tensors on the CPU. A process waits for the others for
-    `timeout_seconds`, and for as long as some of them may be delayed: `max_delay_seconds`.
+    `timeout_seconds`.
     """
     if num_processes() == 1 or dist.is_initialized():
         return
@@ -56,7 +56,7 @@ def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
     # Groups created later without a timeout, such as DeviceMesh's for hybrid sharding, use these defaults of torch.
     c10d.default_pg_timeout = timeout
     c10d.default_pg_nccl_timeout = timeout  # pyright: ignore[reportPrivateImportUsage]
-    store = fresh_store(process_rank(), num_processes(), config.timeout_seconds + max_delay_seconds)
+    store = fresh_store(process_rank(), num_processes(), config.timeout_seconds)
     store.set_timeout(timeout)
     dist.init_process_group(
         "gloo" if use_cpu else "cpu:gloo,cuda:nccl",
@@ -68,7 +68,7 @@ def join_process_group(config: TrainConfig, max_delay_seconds: int = 0) -> None:
     )
 
 
-def start_accelerator(config: TrainConfig, max_delay_seconds: int = 0) -> Accelerator:
+def start_accelerator(config: TrainConfig) -> Accelerator:
     """Initialise the process group (see `join_process_group`) and return the Accelerator of this process.
 
     Raise ConfigError if Accelerate counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
@@ -78,7 +78,7 @@ def start_accelerator(config: TrainConfig, max_delay_seconds: int = 0) -> Accele
         prepare_cpu()
     if config.exact:
         prepare_exact()
-    join_process_group(config, max_delay_seconds)
+    join_process_group(config)
     accelerator = Accelerator(
         cpu=use_cpu,
         fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,

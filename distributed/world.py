@@ -13,11 +13,6 @@ def process_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def is_local_main_process() -> bool:
-    """Return whether this is the first process of its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
-
-
 def is_main_process() -> bool:
     """Return whether this is process 0, the one that prints."""
     return process_rank() == 0

@@ -41,7 +41,7 @@ def summary(
     start: StartingPoint,
     corpus: Corpus,
 ) -> str:
-    """Describe a run, whose corpus is verified, in lines of the form `name: fact`."""
+    """Describe a run in lines of the form `name: fact`."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -80,6 +80,6 @@ def summary(
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
     if sizes := corpus.file_sizes:
-        facts["corpus"] = f"{len(sizes)} files, {sum(sizes):,} bytes, verified"
-    facts["conversations"] = corpus.conversations
+        facts["corpus"] = f"{len(sizes)} files, {sum(sizes):,} bytes"
+    facts["conversations"] = corpus.packing_note
     return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)

@@ -42,7 +42,7 @@ def sample_texts(
     """
     scored = corpus.score_texts is not None and step == config.steps
     num_texts = config.evaluation.num_scored_generations if scored else config.evaluation.num_logged_generations
-    has_texts = corpus.tokenizer is not None and not corpus.conversations  # a chat model needs a question
+    has_texts = corpus.tokenizer is not None and not corpus.has_conversations  # a chat model needs a question
     if num_texts == 0 or not has_texts:
         return {}
     tokenizer = corpus.tokenizer

@@ -24,7 +24,7 @@ from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
 from data.chat_template import ChatTemplate
 from data.corpus import load_corpus
-from data.integrity import SPLITS, open_columns
+from data.integrity import SPLITS, open_columns, verify
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import save_tokenizer
 from evaluate import EvaluateConfig
@@ -38,7 +38,7 @@ from run.start import prepare_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.data.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
-from tests.data.test_text import build_perturbed_model, files_read, find_file, rewrite
+from tests.data.test_text import build_perturbed_model, find_file, rewrite
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -503,7 +503,7 @@ def test_row_packs_as_many_conversations_as_fit(folder, seq_len):
         assert row and (made["labels"][len(row) :] == -100).all() and (made["labels"] != -100).any()
         assert seq_len == 30 or place == len(stored) or len(row) + len(stored[place][0]) > seq_len, "one more would fit"
     assert not any(any(mask) for _, mask in stored[place:]), "no conversation is left out"
-    assert dataset.conversations.startswith(
+    assert dataset.packing_note.startswith(
         f"{len(stored)} in {len(dataset)} rows; {cut} cut off at seq_len, {lost} of them left out; targets are"
     )
 
@@ -556,20 +556,20 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
     assert corpus.fill_in(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
-    assert "targets are the answers alone" in corpus.conversations
+    assert "targets are the answers alone" in corpus.packing_note
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
     config = settings_for("--data.mix", mix)
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
-    assert (batch["position_ids"] == 0).sum() > 2 and corpus.conversations
+    assert (batch["position_ids"] == 0).sum() > 2 and corpus.packing_note
     config = corpus.fill_in(config).replace(out_dir=str(tmp_path / "runs"))
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
         config = config.replace(**{"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})
         prepare_run(Run.of(config), config, {})
         assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
-    assert load_corpus(settings_for("--data.path", tmp_path / "text")).conversations == ""
+    assert load_corpus(settings_for("--data.path", tmp_path / "text")).has_conversations is False
 
 
 def test_changed_or_hostile_mask_is_detected(folder, tmp_path):
@@ -580,8 +580,8 @@ def test_changed_or_hostile_mask_is_detected(folder, tmp_path):
     changed = bytearray(file.read_bytes())
     changed[place + 5] ^= 1
     file.write_bytes(changed)
-    with pytest.raises(ConfigError, match=f"{file.name} has another content"):
-        files_read(corpus)
+    with pytest.raises(ConfigError, match=f"{file.name}: it has another content"):
+        verify(corpus)
 
     def shorter(content):
         [[*columns]] = open_columns(find_file(folder / "chatml"))

@@ -12,7 +12,6 @@ import sys
 import tracemalloc
 from collections import Counter
 from hashlib import blake2b, sha256
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,6 @@ import data.prepare
 from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
-from data.files import sha256 as hash_file
 from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
@@ -480,7 +478,7 @@ def test_text_hash_is_independent_of_tokenizer(folder):
     }
 
 
-# Verification of files
+# Contents of files
 
 
 def find_file(corpus, split="train", index=0):
@@ -497,116 +495,41 @@ def flip(file, count):
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def files_read(*paths):
-    """Verify corpora; return the files that were read for it."""
-    read = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.integrity.sha256", lambda file: read.append(file) or hash_file(file))
-        verify({path: TextCorpus(str(path)).metadata for path in paths})
-    return sorted(read)
-
-
 @pytest.fixture
-def corpus(folder, tmp_path, monkeypatch):
-    """A copy of corpus `a`, with an empty cache directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return copy_unverified(folder / "a", tmp_path / "a")
+def corpus(folder, tmp_path):
+    return shutil.copytree(folder / "a", tmp_path / "a")
 
 
-def copy_unverified(corpus, copy):
-    """Copy a corpus without the record of verified files, which other tests may have written."""
-    return shutil.copytree(corpus, copy, ignore=shutil.ignore_patterns(".verified"))
-
-
-def test_verification_reads_only_new_and_modified_files(corpus, folder):
-    files = sorted(corpus.glob("*/*.arrow"))
-    assert files_read(corpus) == files and files_read(corpus) == []
-    os.utime(files[0])
-    assert files_read(corpus) == files[:1] and files_read(corpus) == []
-    copy = shutil.copytree(corpus, corpus.with_name("copy"))  # including times and the record of verified files
-    assert files_read(copy) == sorted(copy.glob("*/*.arrow"))
-    other = copy_unverified(folder / "b", corpus.with_name("b"))
-    assert files_read(corpus, other) == sorted(other.glob("*/*.arrow"))
-
-
-def test_verification_names_changed_file(corpus):
-    files_read(corpus)
-    file = find_file(corpus, "validation")
-    whole = file.read_bytes()
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_check_names_changed_file(corpus, split, capsys, monkeypatch):
+    """A corpus whose files have their sizes loads; --check compares the contents."""
+    file = find_file(corpus, split)
+    monkeypatch.setattr(sys, "argv", ["prepare", "--check", str(corpus)])
+    assert data.prepare.cli() == 0
+    assert f"{corpus}: {len([*corpus.glob('*/*.arrow')])} files have their recorded hashes" in capsys.readouterr().out
     flip(file, 100)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=f"{file} has another content"):
-            files_read(corpus)
-    file.write_bytes(whole)
-    assert files_read(corpus) == [file]
+    TextCorpus(str(corpus))
+    assert data.prepare.cli() == 2
+    assert f"{split}/{file.name}: it has another content than data.prepare wrote" in capsys.readouterr().err
 
 
-def test_first_process_of_each_machine_verifies(corpus, folder, monkeypatch):
-    flip(find_file(corpus), 100)
-    loaded = load_corpus(settings(folder, "--data.path", corpus))
-    monkeypatch.setenv("RANK", "9")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    loaded.verify()
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ConfigError, match="another content"):
-        loaded.verify()
+def test_check_reports_unreadable_file(corpus, monkeypatch):
+    def broken(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
 
-
-def test_interrupted_verification_continues(corpus):
-    """The files that were read before are not read again."""
-    files = sorted(corpus.glob("*/*.arrow"))
-    whole = files[-1].read_bytes()
-    flip(files[-1], 100)
-    with pytest.raises(ConfigError, match=files[-1].name):
-        files_read(corpus)
-    files[-1].write_bytes(whole)
-    assert files_read(corpus) == files[-1:]
+    monkeypatch.setattr("data.integrity.sha256", broken)
+    with pytest.raises(ConfigError, match="arrow: Input/output error"):
+        verify(corpus)
 
 
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow imports pandas for many of its calls, which costs each process half a second and 35 MB."""
-    code = "import sys; from data.integrity import verify; from data.text import TextCorpus, TextDataset\n"
+    code = "import sys; from data.text import TextCorpus, TextDataset\n"
     code += f"corpus = TextCorpus({str(corpus)!r}); TextDataset(corpus, 'train', 32, 'padded')[0]\n"
-    code += "verify({corpus.path: corpus.metadata}); print('pandas' in sys.modules)"
+    code += "print('pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.stdout == "False\n", done.stdout + done.stderr
-
-
-def test_verification_of_read_only_corpus_uses_cache(corpus, monkeypatch):
-    original = open
-
-    def read_only(file, mode="r", *arguments, **named):
-        if "a" in mode and corpus in Path(file).parents:
-            raise OSError(errno.EROFS, "Read-only file system")
-        return original(file, mode, *arguments, **named)
-
-    monkeypatch.setattr("builtins.open", read_only)
-    assert files_read(corpus) and not files_read(corpus)
-    assert not (corpus / ".verified").exists()
-
-
-def test_verification_survives_damaged_record(corpus, tmp_path):
-    files_read(corpus)
-    memory, precious = corpus / ".verified", tmp_path / "precious"
-    lines = memory.read_text()
-    for damage in (b"", b"\0\xff", lines[:50].encode(), lines.replace('"]', '0"]').encode()):
-        memory.write_bytes(damage)
-        assert files_read(corpus) == sorted(corpus.glob("*/*.arrow"))
-    memory.unlink()
-    precious.write_text("mine")
-    memory.symlink_to(precious)
-    files_read(corpus)
-    assert precious.read_text() == "mine"
-
-
-def test_verification_reports_unreadable_file(corpus, monkeypatch):
-    def broken(*arguments):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("tests.data.test_text.hash_file", broken)
-    with pytest.raises(ConfigError, match="arrow cannot be read: Input/output error"):
-        files_read(corpus)
 
 
 def rewrite(corpus, change):
@@ -692,61 +615,33 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_damaged_corpus_ends_run_before_writing(corpus, folder, runs, processes):
-    flip(find_file(corpus, "validation"), 100)
+def test_truncated_corpus_ends_run_before_writing(corpus, folder, runs, processes):
+    file = find_file(corpus, "validation")
+    os.truncate(file, file.stat().st_size - 8)
     words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
     launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())
     launch.wait(120)
     assert launch.processes[0].exitcode == 2
     [error] = [line for line in launch.output()[1].splitlines() if "train.py: error" in line]
-    assert f"validation/{find_file(corpus, 'validation').name} has another content" in error
+    assert f"validation/{file.name}: its size has changed" in error
     assert not runs.exists()
 
 
-SLOW = """
-import time
-from cli import scripts
-from data import corpus, integrity
-sha256, corpus.SLOWEST_BYTES_PER_SECOND = integrity.sha256, 500
-
-def slow(file):
-    print("reading", file.name, flush=True)
-    time.sleep(3)
-    return sha256(file)
-
-integrity.sha256 = slow
-scripts.run_and_exit("train")
-"""
-
-
-def test_verification_may_take_longer_than_timeout_seconds(corpus, folder, runs):
-    """One process of the machine reads the files while the other waits; the next start reads none."""
-    words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 2]
-    words += ["--global_batch_size", 4, "--evaluation.every", 0]
-    for steps, num_read in ((1, len([*corpus.glob("*/*.arrow")])), (2, 0)):
-        command = [SLOW, *map(str, words), "--name", "run", "--steps", str(steps), "--schedule.name", "constant"]
-        done = forked.run("-c", command, 2, environment())
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("reading") == num_read
-        assert done.stderr.count("verifying") == bool(num_read)
-        size = sum(file.stat().st_size for file in corpus.glob("*/*.arrow"))
-        assert f"corpus: {len([*corpus.glob('*/*.arrow')])} files, {size:,} bytes, verified" in done.stdout
-
-
-def test_resume_refuses_changed_tokens(folder, runs, tmp_path):
-    """Both changed tokens in a file of the same size and time, and another corpus at the same path."""
+def test_resume_refuses_changed_corpus(folder, runs, tmp_path):
+    """Both a file of another size, and another corpus at the same path."""
     path, run = tmp_path / "a", runs / "run"
     shutil.copytree(folder / "a", path)
     arguments = ["--data.path", path, "--global_batch_size", 4, "--schedule.name", "constant"]
     done = train_text(folder, runs, *arguments, "--steps", 2)
-    assert "verified" in done.stdout and (path / ".verified").exists()
+    assert f"corpus: {len([*path.glob('*/*.arrow')])} files, " in done.stdout
     saved = content(run / "checkpoints")
-    flip(changed := find_file(path, index=1), 300)
+    file = find_file(path)
+    os.truncate(file, file.stat().st_size - 8)
     done = train_text(folder, runs, *arguments, exit_code=2)
-    assert f"{changed.name} has another content" in done.stderr and "[step" not in done.stdout
+    assert f"{file.name}: its size has changed" in done.stderr and "[step" not in done.stdout
     assert content(run / "checkpoints") == saved
     status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "failed" and changed.name in status["reason"]
+    assert status["state"] == "failed" and file.name in status["reason"]
     shutil.rmtree(path)
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
     done = train_text(folder, runs, *arguments, exit_code=2)
