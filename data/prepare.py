@@ -60,7 +60,7 @@ COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_charac
 PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
 CONTEXT = 1000  # characters on each side of a cut, encoded to test it
 BATCH = 64  # rows that a process encodes and writes at once
-BLOCK = 2**26  # minimum characters of the text that is encoded and cached at once
+BLOCK = 2**25  # minimum characters of the text that is encoded and cached at once
 FILE = 2**27  # bytes of tokens in a file of the corpus, about
 TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of a txt file, from the start
 
@@ -107,7 +107,7 @@ class PrepareConfig(Settings):
     """Read a dataset of the Hub while it is downloaded, instead of downloading all of it first."""
 
     max_tokens: PositiveInt | None = None
-    """Stop after the block of the corpus, of about 64 million characters, that reaches this many training tokens. A
+    """Stop after the block of the corpus, of about 33 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
 
     num_workers: Annotated[int, Ge(1), Le(1024)] = os.cpu_count() or 1
