@@ -73,7 +73,7 @@ def read_manifest(path: Path) -> Manifest:
         facts = parse_object((path / MANIFEST).read_bytes())
         if facts.get("format") != FORMAT:
             raise ValueError(f"format {facts.get('format')!r} instead of {FORMAT}")
-        manifest = from_json(facts, Manifest, "manifest")
+        manifest = from_json(facts, Manifest)
         if path.name.startswith("step-") and path.name != step_directory(path, manifest.step).name:
             raise ValueError(f"it is for step {manifest.step}")
     except (OSError, ValueError) as error:

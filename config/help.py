@@ -7,7 +7,6 @@ from inspect import cleandoc
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from model.settings import Settings
@@ -84,13 +83,13 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def explain(error: ValidationError, fields: dict[str, FieldInfo], values: dict[str, Any]) -> dict[str, str]:
-    """Return a message `setting: value; remedy` for each setting that pydantic refused.
+def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[str, Any]) -> dict[str, str]:
+    """Return a message `setting: value; remedy` for each setting in the errors of a pydantic.ValidationError.
 
     `fields` and `values` are named like `optimizer.lr`.
     """
     problems = {}
-    for problem in error.errors():
+    for problem in errors:
         names = [".".join(map(str, problem["loc"][:length])) for length in range(len(problem["loc"]), 0, -1)]
         name = next(name for name in names if name in fields)  # the rest is a place within its value
         expected = f"must be {describe(fields[name].annotation, fields[name].metadata)}"

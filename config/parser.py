@@ -179,7 +179,7 @@ class _Given:
         try:
             settings = self.kind.model_validate(nested_settings(self.values))
         except ValidationError as error:
-            problems = explain(error, self.fields, self.values)
+            problems = explain(error.errors(), self.fields, self.values)
             self.problems += [self.sources.get(name, "") + problem for name, problem in problems.items()]
         if self.problems:
             raise ConfigError("\n".join(self.problems))

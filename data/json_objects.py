@@ -2,10 +2,13 @@
 
 import json
 import math
-import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
 
 
 def finite_or_null(metrics: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -27,34 +30,19 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def from_json(value: Any, kind: Any, name: str) -> Any:
-    """Convert a value read from JSON to the type `kind`.
-
-    `kind` is a plain type, a union, dict[str, ...], tuple[...] or a dataclass with fields of these types. For a
-    dataclass unknown keys are ignored, and missing ones get the default of their field.
+def from_json(value: Any, kind: type[T]) -> T:
+    """Return a value read from JSON as a dataclass; unknown keys are ignored.
 
     Raises:
-        ValueError: the value does not have this type; the message names the offending part by its path below `name`.
+        ValueError: a value is missing or of another type; the message names it.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, types.UnionType):
-        for one in arguments:
-            try:
-                return from_json(value, one, name)
-            except ValueError:
-                pass
-    elif origin is dict and isinstance(value, dict):
-        return {key: from_json(item, arguments[1], f"{name}.{key}") for key, item in value.items()}
-    elif origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(from_json(item, one, name) for item, one in zip(value, arguments, strict=True))
-    elif isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        if missing := [f.name for f in fields(kind) if f.name not in value and f.default is MISSING]:
-            raise ValueError(f"{name} has no {missing[0]}")
-        present = {key: hint for key, hint in hints.items() if key in value}
-        return kind(**{key: from_json(value[key], hint, f"{name}.{key}") for key, hint in present.items()})
-    elif type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise ValueError(f"{name} is {str(value)[:40]!r}, not of type {getattr(kind, '__name__', kind)}")
+    try:
+        return _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)

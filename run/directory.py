@@ -131,7 +131,7 @@ class Run:
         """Return the rows of sessions.jsonl, oldest first."""
         rows = self._rows("sessions.jsonl")
         try:
-            return [from_json(row, Session, "session") for row in rows]
+            return [from_json(row, Session) for row in rows]
         except ValueError as error:
             raise ConfigError(f"run: {self.path / 'sessions.jsonl'} is damaged: {error}") from None
 
@@ -162,7 +162,7 @@ class Run:
     def status(self) -> Status | None:
         """Return the content of status.json; None if it is absent or damaged."""
         try:
-            return from_json(parse_object((self.path / "status.json").read_bytes()), Status, "status")
+            return from_json(parse_object((self.path / "status.json").read_bytes()), Status)
         except (OSError, ValueError):
             return None
 

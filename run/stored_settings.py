@@ -10,12 +10,6 @@ from config.errors import ConfigError
 from config.help import all_fields, explain
 from config.schema import TrainConfig, flat_settings, nested_settings
 
-# Settings that are used without a check by `config_of`. Others may have values that this code refuses, such as a choice
-# that a fork added.
-ALWAYS_READ = {
-    *("steps", "seq_len", "global_batch_size", "data.seed", "checkpoint.every"),
-    *("schedule.batch_warmup_from", "schedule.batch_warmup_steps"),
-}
 DEFAULTS = TrainConfig().flat()
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"
 
@@ -34,9 +28,7 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it has no settings")
         settings = complete_settings(stored)
-        problems = _validate(settings)
-        if isinstance(problems, dict) and (found := problems.keys() & ALWAYS_READ):
-            raise ValueError(problems[min(found)])
+        _validate(settings, ignored="literal_error")  # a fork may have added choices
         if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
             raise ValueError(f"{unresolved[0]}: null")
     except (FileNotFoundError, NotADirectoryError):
@@ -54,14 +46,17 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     Raise ConfigError for such a setting in `model`, since without it the network might compute something else, and for
     values that this code refuses.
     """
-    config, unknown = _validate(settings), unknown_settings(settings)
-    problems = [line for key, line in unknown.items() if key.startswith("model.")]
-    if isinstance(config, dict):
-        raise ConfigError(f"{'; '.join([*problems, *config.values()])}; {USE_ITS_CODE}")
-    problems += config.model.problems()
-    if config.model.vocab_size is None:
-        problems.append("model.vocab_size: null, but every run stores a number")
-    if problems:
+    problems = [line for key, line in unknown_settings(settings).items() if key.startswith("model.")]
+    config = None
+    try:
+        config = _validate(settings)
+        assert config is not None, "no error is ignored"
+        problems += config.model.problems()
+        if config.model.vocab_size is None:
+            problems.append("model.vocab_size: null, but every run stores a number")
+    except ValueError as error:
+        problems.append(str(error))
+    if config is None or problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
     return config
 
@@ -76,10 +71,16 @@ def no_such_setting(key: str, value: Any) -> str:
     return f"{key}: {value} in the run, but this code has no such setting"
 
 
-def _validate(settings: dict[str, Any]) -> TrainConfig | dict[str, str]:
-    """Return the settings that this code has as a TrainConfig, or the problems by setting."""
+def _validate(settings: dict[str, Any], ignored: str = "") -> TrainConfig | None:
+    """Return the settings that this code has; raise ValueError for wrong values.
+
+    Return None if there are only pydantic errors of the type `ignored`.
+    """
     known = {key: value for key, value in flat_settings(settings).items() if key in DEFAULTS}
     try:
         return TrainConfig.model_validate(nested_settings(known))
     except ValidationError as error:
-        return explain(error, dict(all_fields(TrainConfig)), known)
+        errors = [problem for problem in error.errors() if problem["type"] != ignored]
+        if problems := explain(errors, dict(all_fields(TrainConfig)), known):
+            raise ValueError("; ".join(problems.values())) from None
+    return None

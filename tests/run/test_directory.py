@@ -70,7 +70,7 @@ def test_missing_stored_setting_is_current_default():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("global_batch_size", 0), ("steps", True), ("schedule.batch_warmup_from", "two")]
+    ("name", "value"), [("global_batch_size", 0), ("steps", "x"), ("schedule.batch_warmup_from", "two")]
 )
 def test_invalid_stored_number_is_named(name, value, tmp_path):
     settings = {"global_batch_size": 4, "data": {"seed": 0}, "schedule": {}}
