@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import default_collate
 
 import train
 from checkpoint import storage
@@ -37,7 +36,7 @@ from checks.model import (
 )
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
-from data.loader import split_micro_batches
+from data.loader import BatchLoader
 from data.sampler import GlobalBatches
 from distributed.collectives import broadcast_from_main
 from distributed.cpu import use_portable_arithmetic
@@ -252,7 +251,7 @@ class Verification:
         """Take the same steps as train.py on the bare model, with another reducer than DDP; by default as one process.
 
         The step is train.py's `train_step`, so a change to it affects both. Only the sums of gradients over
-        processes and micro-batches, the batches of each process and the lack of Accelerate's wrappers are independent.
+        processes and micro-batches, the slice of each process and the lack of Accelerate's wrappers are independent.
         """
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
@@ -260,22 +259,21 @@ class Verification:
         model = Autocast(network, self.accelerator)
         order = self.corpus.global_batches(self.config)
         size = self.config.micro_batch_size
+        loader = BatchLoader(self.corpus.train, order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
         results = Results(rank, num_processes, self.device)
         state = TrainState(self.config, self.accelerator, network, model, optimizer, results, reducer)
         rows, tokens = [], 0
         with record_first_gradients() as gradient:
             for step in range(self.config.steps):
-                samples = [self.corpus.train[i] for i in order.indices(step, rank, num_processes)]
-                batch = {name: tensor.to(self.device) for name, tensor in default_collate(samples).items()}
-                micro_batches = split_micro_batches(batch, size)
+                micro_batches = loader.load(step)
                 if step == 0:
                     train.warm_up(state, micro_batches[0])
                 train.train_step(state, step, micro_batches)
                 result = results.read(wait=True)
                 assert result is not None, "a step was taken"
                 row = {f"train/{name}": value for name, value in result.means.items()}
-                count = batch["input_ids"].numel()
+                count = sum(batch["input_ids"].numel() for batch in micro_batches)
                 tokens += sum(gather_object([count])) if num_processes > 1 else count
                 rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
         return Trained(rows, gradient, storage.state_tensors(network, optimizer))

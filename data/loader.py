@@ -47,7 +47,7 @@ class BatchLoader:
         num_workers: int = 0,
         timeout_seconds: float = 600.0,
     ):
-        self.dataset = _StepDataset(dataset, global_batches, rank, num_processes)
+        self.dataset = StepDataset(dataset, global_batches, rank, num_processes)
         self.micro_batch_size, self.device = micro_batch_size, device
         self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
 
@@ -109,8 +109,12 @@ class BatchLoader:
                 process.kill()
 
 
-class _StepDataset(Dataset):
-    """Map-style dataset whose item s is the local part of the global batch of step s."""
+class StepDataset(Dataset):
+    """Map-style dataset whose item s is the local part of the global batch of step s.
+
+    Training, verify.py and tools.replay all read their batches here. To train on shorter sequences in some steps, cut
+    the rows here and count their tokens in `BatchSizes.tokens_before`.
+    """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):
         self.dataset, self.global_batches, self.rank, self.num_processes = dataset, global_batches, rank, num_processes

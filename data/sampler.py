@@ -64,8 +64,15 @@ class BatchSizes:
         # An increase at step t adds first_size sequences to each of the steps t, ..., step - 1.
         return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
+    def tokens_before(self, step: int, seq_len: int) -> int:
+        """Return the number of tokens, with padding, in the global batches of steps 0 to `step` - 1.
+
+        Edit this method too if you cut the sequences of some steps in `StepDataset` of data/loader.py.
+        """
+        return self.sequences_before(step) * seq_len
+
     def tokens(self, step: int, seq_len: int, since: tuple[int, int] = (0, 0)) -> int:
-        """Return the number of training tokens, with padding, in steps 0 to `step` - 1.
+        """Return the number of training tokens of a run, with padding, in steps 0 to `step` - 1.
 
         Args:
             step: at least `since[0]`.
@@ -73,7 +80,7 @@ class BatchSizes:
             since: a step, and the tokens before it. Those of a branch were counted with other sizes, its parent's.
         """
         first, before = since
-        return before + (self.sequences_before(step) - self.sequences_before(first)) * seq_len
+        return before + self.tokens_before(step, seq_len) - self.tokens_before(first, seq_len)
 
 
 class GlobalBatches(BatchSizes):

@@ -46,7 +46,7 @@ from checkpoint.saver import load_checkpoint
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.corpus import Corpus
-from data.loader import Batch, BatchLoader
+from data.loader import Batch, BatchLoader, StepDataset
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch
 from distributed.state_hash import state_digest
@@ -98,7 +98,8 @@ def main(config: ReplayConfig) -> None:
             accelerator.print(f"step {step + 1}: loss = {loss:.6g}, gradient norm = {result.grad_norm:.6g}")
     accelerator.print(describe_outcome(rows))
     if accelerator.is_main_process:
-        print_sequences(losses, global_batches.indices(config.step - 1), corpus, config)
+        batch = StepDataset(corpus.train, global_batches, rank=0, num_processes=1)[config.step - 1]
+        print_sequences(losses, global_batches.indices(config.step - 1), batch, corpus, config)
 
 
 def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
@@ -196,15 +197,17 @@ def describe_outcome(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     )
 
 
-def print_sequences(losses: list[float], indices: list[int], corpus: Corpus, config: ReplayConfig) -> None:
-    """Print the sequences of the step: index in the training set, loss and text, the highest loss first."""
-    order = sorted(zip(losses, indices, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
+def print_sequences(
+    losses: list[float], indices: list[int], batch: Batch, corpus: Corpus, config: ReplayConfig
+) -> None:
+    """Print the sequences of the global batch: index in the training set, loss and text, the highest loss first."""
+    rows = zip(losses, indices, batch["input_ids"], batch["labels"], strict=True)
+    order = sorted(rows, key=lambda row: (math.isfinite(row[0]), -row[0]))
     not_finite = sum(not math.isfinite(loss) for loss in losses)
     print(f"sequences of step {config.step}: {len(order)}, {not_finite} of them not finite; highest losses first:")
-    for loss, index in order[: config.num_sequences]:
-        sample = corpus.train[index]
-        targets = (sample["labels"] != -100).nonzero()
-        tokens = sample["input_ids"][: int(targets.max()) + 1 if len(targets) else None].tolist()
+    for loss, index, input_ids, labels in order[: config.num_sequences]:
+        targets = (labels != -100).nonzero()
+        tokens = input_ids[: int(targets.max()) + 1 if len(targets) else None].tolist()
         text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
         mark = "" if math.isfinite(loss) else ", NOT FINITE"
         print(f"  sample {index}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")
