@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from config.errors import ConfigError
 from data.files import copy_folder_permissions, fsync
+from distributed.world import num_processes
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns when there is a single process
@@ -123,7 +124,8 @@ def read(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         ours = {name: f"{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
         theirs = {name: f"{list(entry.size)} {entry.properties.dtype}" for name, entry in stored.items()}  # pyright: ignore[reportAttributeAccessIssue] all are tensors
         if ours == theirs:
-            load(tensors, storage_reader=reader)  # in place
+            # A launcher's group of one process may have no backend for the objects that DCP would send.
+            load(tensors, storage_reader=reader, no_dist=num_processes() == 1)  # in place
     except (OSError, ValueError, LookupError, TypeError, CheckpointException, SafetensorError) as error:
         raise ConfigError(f"resume: {directory} cannot be read: {type(error).__name__}: {error}") from None
     if different := [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]:

@@ -63,12 +63,14 @@ def test_bf16_takes_flash_attention(on_gpus, folder):
     assert_steady(run, 2, "flash")
 
 
-def test_resume_with_dropout_gives_same_digest(on_gpus, folder):
-    shutil.copytree(on_gpus("multi_gpu").directory, folder / "resumed" / "run")
-    shutil.rmtree(folder / "resumed" / "run" / "checkpoints" / f"step-{STEPS:08d}")
-    run = train_on_gpus("multi_gpu", 2, out_dir=folder / "resumed")
+@pytest.mark.parametrize("launch_file", ["one_gpu", "multi_gpu"])
+def test_resume_with_dropout_gives_same_digest(launch_file, on_gpus, folder):
+    out_dir = folder / "resumed" / launch_file
+    shutil.copytree(on_gpus(launch_file).directory, out_dir / "run")
+    shutil.rmtree(out_dir / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    run = train_on_gpus(launch_file, LAUNCHES[launch_file], out_dir=out_dir)
     assert "resumed at step 4 from" in run.stdout
-    assert run.digest == on_gpus("multi_gpu").digest
+    assert run.digest == on_gpus(launch_file).digest
 
 
 @pytest.mark.slow
