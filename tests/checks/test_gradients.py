@@ -114,7 +114,7 @@ def test_missing_derivative_of_chunked_loss_is_found(monkeypatch):
 def test_settings_that_a_fork_refuses_are_skipped(monkeypatch):
     drop_squares_if_chunked(monkeypatch)
     problems = training.prepare_model.TrainConfig.problems
-    refuse = lambda self, processes: problems(self, processes) + ["no"] * bool(self.chunked_loss)  # noqa: E731
+    refuse = lambda self, *args, **named: problems(self, *args, **named) + ["no"] * bool(self.chunked_loss)  # noqa: E731
     monkeypatch.setattr(training.prepare_model.TrainConfig, "problems", refuse)
     assert not wrong(errors_of())
 

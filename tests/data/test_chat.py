@@ -645,7 +645,7 @@ def test_load_run_falls_back_to_corpus_tokenizer(runs, folder, tmp_path, capsys)
 
 @pytest.fixture(scope="module")
 def exported(runs):
-    export.main(ExportConfig(str(runs / "run"), str(runs / "export")))
+    export.main(ExportConfig(run=str(runs / "run"), out=str(runs / "export")))
     return runs / "export"
 
 
@@ -669,7 +669,7 @@ def test_export_has_chat_template_and_end_tokens(exported, folder):
 
 
 def test_evaluate_scores_answers_only(exported, folder, tmp_path):
-    evaluate.main(EvaluateConfig(str(exported), str(folder / "chatml"), out=str(tmp_path)))
+    evaluate.main(EvaluateConfig(run=str(exported), data=str(folder / "chatml"), out=str(tmp_path)))
     found = json.loads((tmp_path / "evaluation.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     tokenizer, nats, targets, num_bytes = AutoTokenizer.from_pretrained(exported), 0.0, 0, 0
@@ -687,7 +687,7 @@ def test_evaluate_scores_answers_only(exported, folder, tmp_path):
 
 def run_chat(monkeypatch, capsys, run, lines, **settings):
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    sample.main(SampleConfig(str(run), chat=True, **settings))
+    sample.main(SampleConfig(run=str(run), chat=True, **settings))
     return capsys.readouterr().out
 
 
@@ -713,7 +713,7 @@ def test_chat_continues_after_undecodable_line(runs, monkeypatch, capsys):
     shown = run_chat(monkeypatch, capsys, runs / "run", "the cat's\nof\n", **settings)
     stdin = io.TextIOWrapper(io.BytesIO(b"the cat's\n\xff\xfe\nof\n"), "utf-8")  # strict, as in most locales
     monkeypatch.setattr(sys, "stdin", stdin)
-    sample.main(SampleConfig(str(runs / "run"), chat=True, **settings))
+    sample.main(SampleConfig(run=str(runs / "run"), chat=True, **settings))
     out, err = capsys.readouterr()
     assert out == shown and err.count("messages: the tokenizer has no tokens for") == 1
 
@@ -772,7 +772,7 @@ def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="system: [0-9]+ tokens, but a conversation has room for 64"):
         run_chat(monkeypatch, capsys, runs / "run", "a\n", system="the cat's " * 99)
     with pytest.raises(ConfigError, match="system: 'a' is a message of a chat"):
-        sample.main(SampleConfig(str(runs / "run"), system="a"))
+        sample.main(SampleConfig(run=str(runs / "run"), system="a"))
     ignoring = SimpleNamespace(ignores_system=True)
     with pytest.raises(ConfigError, match="system: the chat template of this tokenizer ignores system messages"):
         sample.check_system([{"role": "system", "content": "a"}], ignoring, 64)
