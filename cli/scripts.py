@@ -33,7 +33,7 @@ from distributed.world import is_main_process, num_processes, process_rank
 PRINT_A_LOG = ("train", "tools.sweep")
 ROOT = Path(__file__).parent.parent
 
-# The dataclass of a script's settings, or a function that parses its command line.
+# The class of a script's settings, or a function that parses its command line.
 Settings = type | Callable[[list[str]], Any]
 
 

@@ -53,8 +53,6 @@ def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"a mapping of {describe(arguments[0])} to {describe(arguments[1])}"
     if annotation in (int, float):
         return _describe_number("integer" if annotation is int else "number", metadata)
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return "a section of settings"
     return {str: "a string", bool: "true or false", NoneType: "null"}.get(annotation, str(annotation))
 
 
@@ -91,7 +89,10 @@ def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[st
     problems = {}
     for problem in errors:
         names = [".".join(map(str, problem["loc"][:length])) for length in range(len(problem["loc"]), 0, -1)]
-        name = next(name for name in names if name in fields)  # the rest is a place within its value
+        name = next((name for name in names if name in fields), "")  # the rest is a place within its value
+        if problem["type"] == "value_error":  # raised by a validator, with its own message
+            problems.setdefault(name, problem["msg"].removeprefix("Value error, "))
+            continue
         expected = f"must be {describe(fields[name].annotation, fields[name].metadata)}"
         if problem["type"] == "less_than" and problem.get("ctx") == {"lt": 2**63}:
             expected = "is too large; use one below 2**63"

@@ -4,21 +4,24 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from config.errors import ConfigError
 from config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
-from config.schema import TrainConfig, nested_settings
+from config.paths import expand_user_path
 from config.yaml_files import compose, construct
 from model.settings import Settings
+
+if TYPE_CHECKING:
+    from config.schema import TrainConfig
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 
 
-def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, program: str = "train.py") -> TrainConfig:
+def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, program: str = "train.py") -> "TrainConfig":
     """Parse `[--config FILE]... [--section.setting VALUE]...`, where later settings override earlier ones.
 
     Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit. The settings of
@@ -32,6 +35,8 @@ def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, prog
     Raises:
         ConfigError: all wrong values together or, if there are none, all settings that contradict each other.
     """
+    from config.schema import TrainConfig  # slow to build, and other programs need not
+
     given = _Given(TrainConfig)
     options, words = given.split(sys.argv[1:] if args is None else args)
     names = {name for name, _ in options}
@@ -96,6 +101,15 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
     return given.validate()
 
 
+def nested_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings named `section.name` as a dict of sections."""
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    return nested
+
+
 class _Given:
     """The settings that the user gave, by dotted name such as `optimizer.lr`, and the problems found so far."""
 
@@ -112,26 +126,25 @@ class _Given:
         If the settings are PASSED_ON, options that are not settings are among the other words.
         """
         keeps_unknown = any(PASSED_ON in field.metadata for field in self.fields.values())
-        # Before an argument, only these are values of a bool: `--chat RUN` has none.
-        flag_values = ["true", "false"] if any(map(is_argument, self.fields.values())) else None
+        has_arguments = any(map(is_argument, self.fields.values()))
         options, others, remaining = [], [], list(args)
         while remaining:
             word = remaining.pop(0)
             name, has_value, value = word.removeprefix("--").partition("=")
-            next_word = (
-                remaining[0] if remaining and (not remaining[0].startswith("--") or " " in remaining[0]) else None
-            )
             is_flag = name in self.fields and self.fields[name].annotation is bool
+            value_follows = bool(remaining) and (not remaining[0].startswith("--") or " " in remaining[0])
+            if is_flag and has_arguments:  # as in `--chat RUN`
+                value_follows = remaining[:1] in (["true"], ["false"])
             if word in ("-h", "--help"):
                 options.append(("help", ""))
             elif not word.startswith("--") or (keeps_unknown and name not in self.fields):
                 others.append(word)
             elif has_value or word == "--print_config":
                 options.append((name, value))
-            elif is_flag and (next_word is None or (flag_values and next_word not in flag_values)):
-                options.append((name, "true"))
-            elif next_word is not None:
+            elif value_follows:
                 options.append((name, remaining.pop(0)))
+            elif is_flag:
+                options.append((name, "true"))
             elif name in self.fields or name == "config":
                 self.problems.append(f"{name}: has no value; give one as --{name}=VALUE")
             else:
@@ -141,13 +154,15 @@ class _Given:
     def read_file(self, file: str) -> None:
         """Read the settings of a YAML file."""
         try:
-            node = compose(Path(file).read_text(encoding="utf-8"))
+            node = compose(expand_user_path("config", file).read_text(encoding="utf-8"))
             if isinstance(node, yaml.MappingNode):
                 self._read_mapping(node, file)
             else:
                 self.problems.append(f"{file}: no line has the form `setting: value`")
         except OSError as error:
             self.problems.append(f"config: {file}: {error.strerror}")
+        except ConfigError as error:
+            self.problems.append(str(error))
         except UnicodeDecodeError as error:
             self.problems.append(f"{file}: not UTF-8 text: {error}")
         except (yaml.YAMLError, RecursionError) as error:

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from config.errors import ConfigError
+from config.help import section_class
 from config.paths import expand_user_path
 from model.config import GPTConfig
 from model.settings import NonNegativeInt, PositiveInt, Settings
@@ -471,17 +472,8 @@ def _nearest(size: int, unit: int) -> str:
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
-SECTIONS = [name for name, field in TrainConfig.model_fields.items() if field.default_factory]
+SECTIONS = [name for name, field in TrainConfig.model_fields.items() if section_class(field)]
 """Settings that are groups of settings, such as `optimizer`."""
-
-
-def nested_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings named `section.name` as a dict of sections."""
-    nested: dict[str, Any] = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = value
-    return nested
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:

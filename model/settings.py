@@ -19,7 +19,12 @@ class Settings(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, defer_build=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_by_name=True,  # also a field with an alias
+        defer_build=True,
     )
 
     def replace(self, **changes: Any) -> Self:

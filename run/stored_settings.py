@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from config.errors import ConfigError
 from config.help import all_fields, explain
-from config.schema import TrainConfig, flat_settings, nested_settings
+from config.parser import nested_settings
+from config.schema import TrainConfig, flat_settings
 
 DEFAULTS = TrainConfig().flat()
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"

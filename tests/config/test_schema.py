@@ -4,9 +4,10 @@ import subprocess
 
 import pytest
 import yaml
+from pydantic import field_validator
 
 from config.errors import ConfigError
-from config.parser import parse_config
+from config.parser import parse_config, parse_tool
 from config.schema import DataConfig
 from model.settings import Settings
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
@@ -52,6 +53,7 @@ def test_parsed_numbers_are_plain():
         "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a positive integer or null",
         "--profile 3": "profile: 3 must be [a positive integer, a positive integer] or null",
         "--resume maybe": "resume: maybe must be one of auto, never",
+        "--config ~nouser/x.yaml": "config: '~nouser/x.yaml' names a user that this machine does not have",
         "--config /nowhere.yaml": "config: /nowhere.yaml: No such file or directory",
     }.items(),
 )
@@ -215,6 +217,26 @@ def test_wrong_values_are_reported_together(tmp_path):
         ["name:", "stepz", "modle.d_ff", "seed:", "compile:", "model.n_layers:", "model.dropout:", "optimizer.lr:"]
     ), message
     assert [line for line in message if str(recipe) in line] == [message[1], *message[5:7]]
+
+
+class Fork(Settings):
+    """A fork with a validator."""
+
+    width: int = 4
+    kernel: int = 3
+
+    @field_validator("width")
+    @classmethod
+    def _is_even(cls, width: int) -> int:
+        if width % 2:
+            raise ValueError(f"width: {width} is odd; use {width + 1}")
+        return width
+
+
+def test_message_of_a_validator_is_shown():
+    with pytest.raises(ConfigError, match=r"^width: 5 is odd; use 6\nkernel: x must be an integer$"):
+        parse_tool(Fork, "fork.py", ["--width", "5", "--kernel", "x"])
+    assert parse_tool(Fork, "fork.py", ["--width=6"]).replace(kernel=1) == Fork(width=6, kernel=1)
 
 
 def test_command_line_takes_whole_sections():

@@ -781,7 +781,6 @@ def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):
 def test_chat_refuses_unsuitable_runs_and_settings(runs, tmp_path, monkeypatch, capsys):
     plain = shutil.copytree(runs / "run", tmp_path / "run")
     (plain / "tokenizer" / "chat_template.jinja").unlink()
-    monkeypatch.setattr("run.tokenizer.changed_files", lambda *_: "")  # as if trained without a template
     with pytest.raises(ConfigError, match="chat: the tokenizer of .* has no chat template; train on conversations"):
         run_chat(monkeypatch, capsys, plain, "hello\n")
     with pytest.raises(ConfigError, match="num_samples: 2, but chat generates one answer"):
