@@ -792,3 +792,4 @@ def test_chat_refuses_unsuitable_runs_and_settings(runs, tmp_path, monkeypatch, 
 )
 def test_chat_flag_parses_without_value(words, chat):
     assert parse_tool(SampleConfig, "sample.py", ["run", *words]).chat is chat
+    assert parse_tool(SampleConfig, "sample.py", [*words, "run"]).run == "run"

@@ -29,7 +29,7 @@ def test_reader_sees_lock(tmp_path):
 
 
 def test_reader_names_session_with_wrong_type(tmp_path):
-    (tmp_path / "sessions.jsonl").write_text('{"step": 0, "threads": "two"}\n')
+    (tmp_path / "sessions.jsonl").write_text('{"step": 0, "threads": "2"}\n')
     with pytest.raises(ConfigError, match="run: .*sessions.jsonl is damaged: threads: Input should be a valid integer"):
         Run(tmp_path).sessions()
 
