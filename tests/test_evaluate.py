@@ -117,8 +117,8 @@ def test_incompatible_run_and_data_are_refused(made):
 
 def test_damaged_corpus_is_not_evaluated(made, tmp_path):
     [file] = (shutil.copytree(made / "corpus", tmp_path / "damaged") / "validation").glob("*.arrow")
-    file.write_bytes(file.read_bytes().replace(b"a", b"e"))
-    with pytest.raises(ConfigError, match=f"{file} has another content"):
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=f"{file.name}: its size has changed"):
         evaluate.main(EvaluateConfig(run=str(made / "run"), data=str(tmp_path / "damaged"), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
 

@@ -49,7 +49,7 @@ def test_prepare_without_file_locks(tmp_path, monkeypatch, without_locks):
         monkeypatch.setenv(files.WITHOUT_LOCKS, "1")
     done = run(*command, preamble=NO_LOCKS, exit_code=0 if without_locks else 2)
     assert (tmp_path / "out").exists() == without_locks
-    message = f"{tmp_path / 'out.partial' / 'parts'}: its file system has no locks (Function not implemented)"
+    message = f"{tmp_path / 'out.partial' / 'cache'}: its file system has no locks (Function not implemented)"
     assert without_locks or (message in done.stderr and "set MINI_GPT_WITHOUT_LOCKS=1 in the env" in done.stderr)
     assert "Traceback" not in done.stderr
 

@@ -25,7 +25,12 @@ def main(out_file: str, steps: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     config = GPTConfig(
-        STORIES.build_tokenizer().get_vocab_size(), n_layers=2, d_model=16, n_heads=2, d_ff=32, dropout=0.0
+        vocab_size=STORIES.build_tokenizer().get_vocab_size(),
+        n_layers=2,
+        d_model=16,
+        n_heads=2,
+        d_ff=32,
+        dropout=0.0,
     )
     model = GPTModel(config)
     dataset, order = StoriesDataset("train", 20, 0, 128), GlobalBatches(20, BATCH, 0)
