@@ -16,11 +16,13 @@ if __name__ == "__main__":
 import gc
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import Tensor
 
 from checkpoint.saver import Saver, load_checkpoint
 from config.schema import TrainConfig
@@ -32,8 +34,9 @@ from distributed.private_torch import foreach_mul_
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
-from distributed.tree_reduce import TreeSum
+from distributed.tree_reduce import AllReduce, TreeSum
 from model.gpt import GPTModel
+from model.loss import MetricSums
 from run import trackers
 from run.directory import Run
 from run.load import LoadedModel, copy_initial_weights
@@ -43,6 +46,7 @@ from run.resume import StartingPoint
 from run.start import check_run, open_run, record_outcome
 from run.summary import summary
 from training.block_stats import BlockStatistics
+from training.cuda_graph import GraphedMicroBatch
 from training.ema import ema_weights
 from training.evaluation import check_finite_val_loss, evaluate
 from training.generations import sample_texts
@@ -142,7 +146,8 @@ def train(
             save_now = should_save(config, completed) or stop_now
 
             with block_statistics.record(log_now):
-                train_step(state, step, micro_batches, stop=stop_signal.requested() or saver.failed)
+                stop = stop_signal.requested() or saver.failed
+                train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
             # Without `wait`, `read` returns the previous step's result: reading that of this step would make the host
             # wait for the device. All processes read it at the same point, so they stop after the same step.
@@ -183,7 +188,9 @@ def train(
         reporter.say(f"The run is in {run.path}.")
 
 
-def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: bool = False) -> None:
+def train_step(
+    state: TrainState, step: int, micro_batches: list[Batch], stop: bool = False, use_graph: bool = True
+) -> None:
     """Update the weights once with the gradient of the mean loss over the target tokens of the global batch.
 
     Args:
@@ -191,6 +198,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
         step: from 0.
         micro_batches: the local micro-batches of this step, in order.
         stop: whether this process asks all processes to stop; sent with the results of the step.
+        use_graph: whether to replay `state.graph`, if there is one; a graph runs no hooks of modules.
 
     Raises:
         NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
@@ -205,21 +213,16 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
     # DDP and FSDP2 average the gradients of the processes, and we want their sum; a reducer sums them.
     undo_average = 1 if state.reducer else results.num_processes
+    compute = state.graph if state.graph and use_graph else partial(forward_backward, state)
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
-            _, loss_sum, metrics = model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
-            if reduction and index == 0:
-                reduction.wait()  # with NCCL only the CUDA stream waits, not the host
-            loss = loss_sum / num_targets
-            outputs.append((loss.detach(), metrics))
-            if is_last:  # the all-reduce of the results overlaps the last backward
-                results.send(step + 1, outputs, stop)
-            backward(loss * (scale * undo_average), model, accelerator)
+            outputs.append(compute(batch, num_targets, scale * undo_average, reduction))
         if state.reducer:
             state.reducer.add_micro_batch(len(micro_batches))
+    results.send(step + 1, outputs, stop)  # its all-reduce overlaps the clipping
     gradients = complete_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
@@ -232,6 +235,29 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     if result is None or result.finite:
         state.optimizer.step()
     state.optimizer.zero_grad()
+
+
+def forward_backward(
+    state: TrainState, batch: Batch, num_targets: Tensor, scale: float, reduction: "dist.Work | None" = None
+) -> tuple[Tensor, MetricSums]:
+    """Add the gradients of a micro-batch, times `scale`, to `.grad`.
+
+    Args:
+        state: the model, and how Accelerate runs the backward.
+        batch: the micro-batch.
+        num_targets: the number of target tokens in the global batch, 0-dim, once `reduction` is complete.
+        scale: factor of the gradients.
+        reduction: the sum of `num_targets` over the processes.
+
+    Returns:
+        The summed loss divided by `num_targets`, and the auxiliary metrics.
+    """
+    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
+    if reduction:
+        reduction.wait()  # with NCCL only the CUDA stream waits, not the host
+    loss = loss_sum / num_targets
+    backward(loss * scale, state.model, state.accelerator)
+    return loss.detach(), metrics
 
 
 def warm_up(state: TrainState, micro_batch: Batch) -> None:
@@ -258,13 +284,19 @@ def build_state(
     prepare_network(network, config, device)  # tf32, torch.compile, activation checkpointing, chunked loss
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     reducer = None
-    if config.exact:
-        # TreeSum sums the gradients instead of DDP. evaluation_mode=True only prevents wrapping in DDP; it does not
-        # call model.eval().
+    if config.exact or config.cuda_graph:
+        # A reducer sums the gradients instead of DDP, whose hooks a CUDA graph would not run. evaluation_mode=True only
+        # prevents wrapping in DDP; it does not call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
-        reducer = TreeSum(trainable_parameters(network), rank, num_processes)
+        if config.exact:
+            reducer = TreeSum(trainable_parameters(network), rank, num_processes)
+        elif num_processes > 1:
+            reducer = AllReduce(trainable_parameters(network))
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
     results = Results(rank, num_processes, device, config.max_skipped, run.path)
-    return TrainState(config, accelerator, network, model, optimizer, results, reducer)
+    state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
+    if config.cuda_graph:
+        state.graph = GraphedMicroBatch(partial(forward_backward, state), state.parameters)
+    return state

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -45,13 +44,13 @@ from distributed.launch_checks import check_launch
 from distributed.nested import nested_training
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted
-from distributed.tree_reduce import TreeSum
+from distributed.tree_reduce import AllReduce, TreeSum
 from model.config import FAMILIES
 from model.gpt import GPTModel, Output
 from run.metrics_log import read_rows
 from run.resolve import resolve
 from training.block_stats import total_norm
-from training.gradients import complete_gradients, trainable_parameters
+from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
 from training.results import Results
@@ -134,21 +133,6 @@ class Autocast(nn.Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Do nothing: `Accelerator.no_sync` calls this in an FSDP launch, but no weight here is sharded."""
-
-
-class AllReduce:
-    """The tutorials' hand-written all-reduce: sums each gradient over the processes after the last backward."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, self.num_added = parameters, 0
-
-    def add_micro_batch(self, num_micro_batches: int) -> None:
-        """Count a micro-batch, whose gradients backward has accumulated; after the last one, sum over the processes."""
-        self.num_added += 1
-        if self.num_added == num_micro_batches:
-            self.num_added = 0  # the next step may have another number, with batch warm-up
-            for gradient in complete_gradients(self.parameters) if dist.is_initialized() else ():
-                dist.all_reduce(gradient)
 
 
 class Verification:
@@ -301,7 +285,8 @@ class Verification:
         """Compare the gradient of the first update and all logged metrics with a training without DDP."""
         ours = self.uninterrupted
         if all_reduce:
-            by_hand = self.train_without_ddp(AllReduce, self.rank, self.num_processes)
+            reducer = AllReduce if self.num_processes > 1 else None
+            by_hand = self.train_without_ddp(reducer, self.rank, self.num_processes)
         else:
             by_hand = self.train_without_ddp()
         difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]

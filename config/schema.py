@@ -274,6 +274,12 @@ class TrainConfig(Settings):
     """Compile each transformer block and the chunked loss with torch.compile. Without a compiler the run trains
     uncompiled, as its first lines of output report."""
 
+    cuda_graph: bool | None = None
+    """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
+    small model faster than the CPU launches them. Several processes sum the gradients by one all-reduce, without DDP.
+    Cannot be combined with FSDP2 or `activation_checkpointing`. null: false, because it has been tested on an emulated
+    GPU only; it will be automatic only after a GPU has confirmed it."""
+
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32: several times faster, but inputs are rounded to a 10-bit
     mantissa. Useful only without mixed precision. Cannot be combined with `exact`."""
@@ -451,7 +457,7 @@ class TrainConfig(Settings):
             )
 
     def _other_problems(self) -> Iterator[str]:
-        """Check the optimizer's betas, the checkpoints to keep and the steps to profile."""
+        """Check the optimizer's betas, the checkpoints to keep, the CUDA graph and the steps to profile."""
         checkpoint, betas = self.checkpoint, self.optimizer.betas
         if not all(0 <= beta < 1 for beta in betas):
             yield f"optimizer.betas: {list(betas)} are two decay rates; use numbers from 0 to below 1"
@@ -460,6 +466,9 @@ class TrainConfig(Settings):
                 f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
                 f"{checkpoint.every}; use {_nearest(checkpoint.keep_every, checkpoint.every)}, or 0"
             )
+        if self.cuda_graph and self.activation_checkpointing:
+            reason = "activation_checkpointing: true, which saves the state of random generators on the host"
+            yield f"cuda_graph: true cannot capture {reason}; set one of them to false"
         if self.profile and self.profile[0] > self.profile[1]:
             yield f"profile: {list(self.profile)} is not the first and the last step; put the smaller first"
         elif self.profile and self.profile[0] > self.steps:

@@ -66,6 +66,10 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
+    if config.cuda_graph and (env_flag(environment, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()):
+        problems.append("cuda_graph: true needs an NVIDIA GPU; set it to false")
+    elif is_sharded and config.cuda_graph:
+        problems.append("cuda_graph: true captures no collectives, which FSDP needs; use distributed_type: MULTI_GPU")
     return problems + mps_problems(environment, config) + device_problems(environment)
 
 

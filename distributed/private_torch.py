@@ -12,4 +12,4 @@ import torch
 
 _torch: Any = torch  # its stubs declare these functions for list[Tensor], not for list[Parameter]
 foreach_add_, foreach_lerp_, foreach_mul_ = _torch._foreach_add_, _torch._foreach_lerp_, _torch._foreach_mul_
-foreach_norm, foreach_sub = _torch._foreach_norm, _torch._foreach_sub
+foreach_copy_, foreach_norm, foreach_sub = _torch._foreach_copy_, _torch._foreach_norm, _torch._foreach_sub

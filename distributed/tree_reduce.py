@@ -1,9 +1,9 @@
-"""Sums of gradients with the same bits on 1, 2, 4, 8, ... processes, by one fixed tree of additions.
+"""Sums of gradients over processes in place of DDP: with the same bits on 1, 2, 4, 8, ... processes, or by all-reduce.
 
-Floating-point addition is not associative, and DDP's order of additions depends on the number of processes. Here the
-micro-batches of a global batch are the leaves of one binary tree. Each process sums one subtree; the upper levels are
-summed by recursive doubling (Thakur, Rabenseifner and Gropp 2005), in which both partners add the same two tensors, so
-all processes end with the same sum.
+Floating-point addition is not associative, and DDP's order of additions depends on the number of processes. TreeSum
+makes the micro-batches of a global batch the leaves of one binary tree. Each process sums one subtree; the upper levels
+are summed by recursive doubling (Thakur, Rabenseifner and Gropp 2005), in which both partners add the same two tensors,
+so all processes end with the same sum.
 """
 
 import torch
@@ -62,3 +62,22 @@ class TreeSum:
                 work.wait()
             foreach_add_(gradients, received)
             distance *= 2
+
+
+class AllReduce:
+    """Sums the gradients over the processes by one all-reduce after the last backward of a step."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters, self.num_added = parameters, 0
+
+    def add_micro_batch(self, num_micro_batches: int) -> None:
+        """Count a micro-batch, whose gradients backward has accumulated; after the last one, sum over the processes."""
+        self.num_added += 1
+        if self.num_added == num_micro_batches:
+            self.num_added = 0  # the next step may have another number, with batch warm-up
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)

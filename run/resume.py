@@ -22,7 +22,7 @@ from training.schedule import SCHEDULES, scheduled_value
 # and init_hash for init_from.
 FREE_SETTINGS = {
     *("name", "out_dir", "steps", "resume", "compile", "on_nonfinite", "max_skipped_in_a_row", "check_replicas_every"),
-    *("timeout_seconds", "activation_checkpointing", "chunked_loss", "stop_after", "profile"),
+    *("cuda_graph", "timeout_seconds", "activation_checkpointing", "chunked_loss", "stop_after", "profile"),
     *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
 }
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state

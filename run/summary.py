@@ -58,12 +58,13 @@ def summary(
     if config.compile:
         lack = missing_compiler(device)
         arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
-    if device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        arithmetic.append("TF32")
-    if config.activation_checkpointing:
-        arithmetic.append("activation checkpointing")
-    if config.exact:
-        arithmetic.append("deterministic")
+    in_force = {
+        "CUDA graph": config.cuda_graph,
+        "TF32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        "activation checkpointing": config.activation_checkpointing,
+        "deterministic": config.exact,
+    }
+    arithmetic += [name for name, is_set in in_force.items() if is_set]
     accumulation = format_batch(config, config.micro_batch_size * accelerator.num_processes)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):

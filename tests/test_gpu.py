@@ -217,6 +217,16 @@ def test_two_gpus_train_as_one(kind, runs):
 # What an emulated device shows too
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_cuda_graph_trains_same_bits(compiled, runs):
+    graphs = ("false", "true")
+    for graph in graphs:
+        words = ["--compile", compiled, "--cuda_graph", graph, "--out_dir", runs / graph]
+        train(*EXACT, *words, **precision("bf16"))
+    one, other = (runs / graph / "run" for graph in graphs)
+    assert_same_run(one, other, STEPS)
+
+
 def test_background_save_changes_no_bit(exact, runs):
     train(*EXACT, "--out_dir", runs, "--checkpoint.asynchronous", "false", **precision("bf16"))
     for step in range(1, STEPS + 1):

@@ -105,7 +105,7 @@ def main(config: ReplayConfig) -> None:
 def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     """Build the state of a run from its newest checkpoint before `step`; return it, the corpus and its step."""
     session = session_of(run, step)
-    config = config_of(session.config or run.settings)
+    config = config_of(session.config or run.settings).replace(cuda_graph=None)  # the same bits, and on any device
     if step > config.steps:
         raise ConfigError(f"step: {step} is beyond the {config.steps} steps of {run.path}")
     checkpoint = checkpoint_before(run, step, config.branch_from)

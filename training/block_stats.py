@@ -45,7 +45,7 @@ class BlockStatistics:
     def __init__(self, blocks: Iterable[nn.Module], optimizer: torch.optim.Optimizer):
         self.blocks = list(blocks)
         self.metrics: dict[str, float] = {}
-        self._recording = False
+        self.recording = False
         self._mean_squares: list[list[Tensor]] = []  # of each block's outputs in this step
         self._before: list[list[Tensor]] = []  # weights before the update
         self._norms: dict[str, Tensor] = {}
@@ -59,27 +59,27 @@ class BlockStatistics:
     @contextmanager
     def record(self, enabled: bool) -> Iterator[None]:
         """Record the step that is taken inside this context, if `enabled`; called by all processes together."""
-        self._recording = enabled and bool(self.blocks)
-        if self._recording:
+        self.recording = enabled and bool(self.blocks)
+        if self.recording:
             self.metrics, self._mean_squares = {}, [[] for _ in self.blocks]
         try:
             yield
         finally:
-            self._recording = False
+            self.recording = False
 
     def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
-        if self._recording and block.training:
+        if self.recording and block.training:
             self._mean_squares[i].append((out[0] if isinstance(out, tuple) else out).detach().float().square().mean())
 
     def _before_update(self, *_) -> None:
-        if self._recording:
+        if self.recording:
             self._before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
             gradients = [complete_gradients(trainable_parameters(block)) for block in self.blocks]
             self._norms = {"weight_norm": group_norms(self._before)}
             self._norms["gradient_norm"] = group_norms(gradients)
 
     def _after_update(self, *_) -> None:
-        if not self._recording:
+        if not self.recording:
             return
         pairs = zip(self.blocks, self._before, strict=True)
         updates = group_norms([foreach_sub(list(block.parameters()), old) for block, old in pairs])

@@ -92,10 +92,12 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)
+    if "dropout" in SCHEDULES and config.model.dropout and (compiled or config.cuda_graph):
+        # After eight rates torch would run the blocks uncompiled, but a resumed run would compile eight others. A CUDA
+        # graph keeps the rate with which it was captured.
+        setting = "compile" if compiled else "cuda_graph"
+        raise ConfigError(f"{setting}: true supports no scheduled dropout; set it to false")
     if compiled:
-        if "dropout" in SCHEDULES and config.model.dropout:
-            # After eight rates torch would run the blocks uncompiled, but a resumed run would compile eight others.
-            raise ConfigError("compile: true supports no scheduled dropout; set it to false")
         separate_compilation_caches()
         network.next_token_loss.compile()
     network.next_token_loss.chunked = True if compiled and config.chunked_loss is None else config.chunked_loss

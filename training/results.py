@@ -2,8 +2,8 @@
 
 Three calls per step hide the all-reduce and the copy to the host behind computation:
 
-1. `send`, before the backward of the last micro-batch, starts one small all-reduce, which overlaps that backward.
-2. `finish`, after that backward, waits for the all-reduce (with NCCL only the CUDA stream waits), adds the gradient
+1. `send`, after the last backward, starts one small all-reduce, which overlaps the clipping of the gradients.
+2. `finish`, after the clipping, waits for the all-reduce (with NCCL only the CUDA stream waits), adds the gradient
    norm and starts the copy to the host.
 3. `read` returns the result of the previous step, which has already arrived. With `wait`, it returns the result of the
    current step. The loop waits only if something depends on that result: a log line, an evaluation, a checkpoint, or,
@@ -165,7 +165,7 @@ class Results:
 
     @torch.no_grad()
     def send(self, completed_steps: int, outputs: Sequence[tuple[Tensor, MetricSums]], stop: bool) -> None:
-        """Start the all-reduce of a step's losses and metrics; call it before the backward of the last micro-batch.
+        """Start the all-reduce of a step's losses and metrics.
 
         Args:
             completed_steps: the number of steps including this one.

@@ -10,6 +10,7 @@ from torch import nn
 from config.schema import TrainConfig
 from model.gpt import GPTModel
 from model.seeds import derive_seed
+from training.cuda_graph import GraphedMicroBatch
 from training.gradients import trainable_parameters
 from training.results import Results
 
@@ -35,6 +36,8 @@ class TrainState:
     results: Results
     reducer: GradientReducer | None = None
     """None: DDP or FSDP2 averages the gradients over the processes, or there is one process."""
+    graph: GraphedMicroBatch | None = None
+    """Runs the forward and backward of a micro-batch; None: every kernel is launched by itself."""
 
     def __post_init__(self) -> None:
         self.parameters = trainable_parameters(self.network)

@@ -120,6 +120,7 @@ def test_every_setting_is_documented(capsys):
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),
         (["--exact", "true", "--tf32", "true"], ["exact", "tf32"]),
+        (["--cuda_graph", "true", "--activation_checkpointing", "true"], ["cuda_graph", "activation_checkpointing"]),
         (
             ["--exact", "true", "--global_batch_size", "null"],
             ["global_batch_size: null is 8 here", "set it, such as to 8"],

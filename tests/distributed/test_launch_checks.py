@@ -24,9 +24,10 @@ TWO = ["--num_processes", "2"]
 MACHINES = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", "29511"]
 
 
-def problems(*flags, exact=False, **extra):
+def problems(*flags, exact=False, cuda_graph=None, **extra):
     """Return the problems that a run finds in such a launch, one a line."""
-    return "\n".join(launch_checks.launch_problems(what_is_started(*flags) | extra, TrainConfig(exact=exact)))
+    config = TrainConfig(exact=exact, cuda_graph=cuda_graph)
+    return "\n".join(launch_checks.launch_problems(what_is_started(*flags) | extra, config))
 
 
 @pytest.fixture
@@ -152,6 +153,17 @@ def test_exact_is_refused_under_fsdp_only():
     message = problems("--config_file", FSDP2, exact=True)
     assert message == "exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU"
     assert problems("--config_file", CPU, exact=True) == ""
+
+
+def test_cuda_graph_needs_gpu_without_fsdp(monkeypatch):
+    needs_gpu = "cuda_graph: true needs an NVIDIA GPU; set it to false"
+    assert problems("--config_file", MULTI_GPU, cuda_graph=True) == needs_gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch_checks, "device_problems", lambda environment: [])
+    assert problems("--config_file", MULTI_GPU, cuda_graph=True) == ""
+    assert problems("--config_file", CPU, cuda_graph=True, ACCELERATE_USE_CPU="true") == needs_gpu
+    captures = "cuda_graph: true captures no collectives, which FSDP needs; use distributed_type: MULTI_GPU"
+    assert problems("--config_file", FSDP2, cuda_graph=True) == captures
 
 
 # Devices

@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 NAME, MEMORY = "NVIDIA H100 80GB HBM3", 80 * 2**30
 
 Event = tuple[str, str, str]
-"""(kind, detail, place in the repository). Kinds: sync, copy, hazard, attention, collective."""
+"""(kind, detail, place in the repository). Kinds: sync, copy, hazard, attention, collective, graph."""
 events: collections.Counter[Event] = collections.Counter()
 group_timeouts: list[timedelta] = []
 """Timeouts of the NCCL groups of this process, in order of creation."""
@@ -73,6 +73,9 @@ def install(replace_inductor: bool = True) -> None:
         patch_attention()
         if replace_inductor:
             patch_compilation()
+        from tests.fake_cuda import graph  # it imports this module
+
+        graph.install()
         torch.empty(0).pin_memory()  # initialises CUDA, before which no memory counts as pinned; computes nothing
     torch.cuda.fake.set_count(visible_devices())
 

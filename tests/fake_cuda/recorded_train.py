@@ -15,7 +15,7 @@ from tests.fake_cuda import device
 BEGIN, END = 4, 7  # steps, counted from 0; step 3 is logged
 
 
-def recorded_step(state, step, micro_batches, stop):
+def recorded_step(state, step, *arguments, **more):
     if step == BEGIN:
         device.start_recording()
     if step == END:
@@ -23,7 +23,7 @@ def recorded_step(state, step, micro_batches, stop):
         rows = [[*event, count] for event, count in device.events.items()]
         rows += [["group", f"timeout {timeout.seconds} s", "", 1] for timeout in device.group_timeouts]
         Path(f"{os.environ['EVENTS']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(rows))
-    return train_step(state, step, micro_batches, stop)
+    return train_step(state, step, *arguments, **more)
 
 
 if __name__ == "__main__":

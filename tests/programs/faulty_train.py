@@ -45,11 +45,11 @@ def local_part(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def faulty_step(state, step, micro_batches, stop):
+def faulty_step(state, step, micro_batches, stop, **more):
     Model.step = step + 1
     if MINE and Model.step in FAULTY_STEPS:
         inject_fault(state.optimizer)
-    train_step(state, step, micro_batches, stop=stop or StopSignal.received)
+    train_step(state, step, micro_batches, stop=stop or StopSignal.received, **more)
 
 
 def inject_fault(optimizer):

@@ -40,11 +40,12 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     assert network.next_token_loss.chunked is chunked
 
 
-def test_compile_refuses_scheduled_dropout(monkeypatch):
+@pytest.mark.parametrize("setting", ["compile", "cuda_graph"])
+def test_scheduled_dropout_is_refused(setting, monkeypatch):
     monkeypatch.setitem(SCHEDULES, "dropout", lambda rate, config, step: rate / (step + 1))
     network = GPTModel(GPTConfig(vocab_size=37, n_layers=1, n_heads=2, d_model=16, d_ff=32))
-    with pytest.raises(ConfigError, match="compile: true supports no scheduled dropout"):
-        prepare_network(network, TrainConfig(compile=True), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"{setting}: true supports no scheduled dropout"):
+        prepare_network(network, TrainConfig(**{setting: True}), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,95 @@
+"""The forward and backward of a micro-batch as one CUDA graph.
+
+A GPU runs the kernels of a small model faster than the host launches them one by one. A captured graph contains the
+same kernels with the same arguments, and one call launches all of them. The optimizer, the metrics and the loading of
+data stay outside.
+
+Dropout: a replay reads the seed of the device's generator, so the seed that is set before each micro-batch
+(`TrainState.seed_micro_batch`) gives the same masks as without a graph.
+"""
+
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config.errors import RunError
+from data.loader import Batch
+from distributed.private_torch import foreach_add_, foreach_copy_
+from model.loss import MetricSums
+
+
+class GraphedMicroBatch:
+    """Replays `forward_backward(batch, num_targets, scale)` of train.py; called like it, after `warm_up`.
+
+    The graph is captured at the first call, and again when the shapes of the batch or `scale` change. Any other Python
+    value that the forward reads, such as a dropout rate, keeps the value that it had in the capture.
+    """
+
+    def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], parameters: list[nn.Parameter]):
+        self.forward_backward, self.parameters = forward_backward, parameters
+        self.captured_for: tuple | None = None
+        self.graph = torch.cuda.CUDAGraph()
+        # The memory that the graph reads and writes.
+        self.inputs: list[Tensor] = []
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.outputs: tuple[Tensor, MetricSums]
+
+    def __call__(
+        self, batch: Batch, num_targets: Tensor, scale: float, reduction: "dist.Work | None" = None
+    ) -> tuple[Tensor, MetricSums]:
+        """Add the gradients of a micro-batch to `.grad`; return its loss divided by `num_targets`, and its metrics.
+
+        Raises:
+            RunError: the forward or the backward cannot be captured, for example because it reads a value on the host.
+        """
+        if reduction:
+            reduction.wait()
+        captured_for = scale, [(name, tensor.shape) for name, tensor in batch.items()]
+        if captured_for != self.captured_for:
+            self.capture(batch, num_targets, scale)
+            self.captured_for = captured_for
+        for static, tensor in zip(self.inputs, [*batch.values(), num_targets], strict=True):
+            static.copy_(tensor)
+        self.graph.replay()
+        # The next replay overwrites the gradients, the loss and the metrics, so all of them are copied.
+        parameters, gradients = zip(*self.gradients, strict=True)
+        if parameters[0].grad is None:
+            for parameter, gradient in self.gradients:
+                parameter.grad = torch.empty_like(gradient)
+            foreach_copy_([parameter.grad for parameter in parameters], gradients)
+        else:
+            foreach_add_([parameter.grad for parameter in parameters], gradients)
+        loss, metrics = self.outputs
+        return loss.clone(), {name: (copy_of(total), copy_of(count)) for name, (total, count) in metrics.items()}
+
+    def capture(self, batch: Batch, num_targets: Tensor, scale: float) -> None:
+        """Record the kernels without running them."""
+        self.graph, self.gradients = torch.cuda.CUDAGraph(), []  # frees the memory of the previous graph
+        static_batch, num_targets = {name: tensor.clone() for name, tensor in batch.items()}, num_targets.clone()
+        self.inputs = [*static_batch.values(), num_targets]
+        accumulated = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            # thread_local: a thread that saves a checkpoint may use the device at the same time.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.outputs = self.forward_backward(static_batch, num_targets, scale)
+        except RuntimeError as error:
+            cause = error.__context__ or error  # ending a failed capture raises a second error
+            frames = reversed(traceback.extract_tb(cause.__traceback__))
+            place = next(frame for frame in frames if "site-packages" not in frame.filename)
+            raise RunError(
+                f"cuda_graph: true: the forward or the backward cannot be captured, {place.filename}:{place.lineno}: "
+                f"{str(cause).splitlines()[0]}; set it to false, or read no value on the host"
+            ) from error
+        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        for parameter, gradient in zip(self.parameters, accumulated, strict=True):
+            parameter.grad = gradient
+
+
+def copy_of(value: Tensor | float) -> Tensor | float:
+    """Return a copy of a tensor, or the number itself."""
+    return value.clone() if isinstance(value, Tensor) else value
