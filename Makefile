@@ -7,12 +7,8 @@ REPO_TESTS = tests/repo
 # Two tests at a time, one file each, which keeps two cores busy.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
-# The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add pure-Python packages.
+# The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
-# Eight GPU tests at a time share the GPU if pytest-xdist is installed.
-GPU_WORKERS = $(shell $(GPU_PYTHON) -c "import xdist" 2> /dev/null && echo --numprocesses 8)
-EMPTY :=
-WHEELS = $(subst $(EMPTY) $(EMPTY),:,$(abspath $(wildcard wheels/*.whl)))
 # The cases that docs/performance.md shows, without the GPU's; time_to_loss needs a text.
 BENCHMARKS = throughput overhead memory exactness checkpoint_stall startup generation $(if $(findstring --text,$(ARGS)),time_to_loss)
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
@@ -58,12 +54,9 @@ test-core: test-env ## run the quick tests without those of tools/, examples/ an
 test-repo: test-env ## run the tests of this repository's rules, pages and patches alone
 	$(PYTEST) -m "not slow" tests/repo $(ARGS)
 
-test-gpu: ## on a machine with a GPU: run its tests and benchmark, and print a page to paste; ARGS="--nanogpt PATH"
-	@export PYTHONPATH="$(WHEELS):$$PYTHONPATH"; mkdir -p runs; echo "tests, in detail: runs/gpu_tests.log" >&2; \
-	$(GPU_PYTHON) -m pytest -m cuda -rfE $(GPU_WORKERS) $(sort $(shell grep -rl mark.cuda tests --include="test_*.py")) > runs/gpu_tests.log 2>&1; tests=$$?; \
-	nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; \
-	grep -E "^(FAILED|ERROR)|(passed|failed).* in " runs/gpu_tests.log; \
-	$(GPU_PYTHON) -m tools.benchmark gpu --budget_seconds 420 $(ARGS) && exit $$tests
+test-gpu: ## on a machine with a GPU: test and measure, in parts of ten minutes, and print a page; ARGS="--nanogpt PATH"
+	@for wheel in $(wildcard wheels/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel runs/wheels; done; \
+	PYTHONPATH="$(abspath runs/wheels):$$PYTHONPATH" $(GPU_PYTHON) -m tools.benchmark.session $(ARGS)
 
 bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
 	@for case in $(BENCHMARKS); do .venv/bin/python -m tools.benchmark $$case $(ARGS) || failed="$$failed $$case"; done; \

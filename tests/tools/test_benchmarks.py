@@ -17,7 +17,7 @@ import pytest
 from distributed.cores import available_cores
 from tests.conftest import ROOT, environment
 from tools.benchmark import __main__ as command_line
-from tools.benchmark import cpu, tables
+from tools.benchmark import cpu, curve, tables
 from tools.benchmark.__main__ import measure, run_interleaved
 from tools.benchmark.cpu import measure_speed, run_command
 
@@ -26,7 +26,7 @@ from tools.benchmark.cpu import measure_speed, run_command
 
 def test_page_is_up_to_date():
     assert tables.render_page() == tables.PAGE.read_text(), "run python -m tools.benchmark.tables"
-    assert set(re.findall(r"<!-- (\w+) -->\n", tables.PAGE.read_text())) - {"end"} == tables.TABLES.keys()
+    assert set(re.findall(r"<!-- (\w+) -->\n", tables.PAGE.read_text())) - {"end"} <= tables.TABLES.keys()
 
 
 def test_changed_result_changes_page(monkeypatch, tmp_path):
@@ -191,14 +191,67 @@ def test_results_are_written_until_budget_ends(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.import_module("tools.benchmark.cpu"), "memory", groups)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(command_line, "STARTED", time.monotonic())  # this process has run for minutes
-    options = argparse.Namespace(rounds=2, quick=False, budget_seconds=1000.0)
-    figures = command_line.run_case("memory", options)
+    options = argparse.Namespace(rounds=2, quick=False, resume=False, budget_seconds=1000.0)
+    figures, left_out = command_line.run_case("memory", options)
     assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]
-    assert figures["second"]["case"]["seconds"] == [1.0, 1.0] and written[-1]["left_out"] == ["third"]
+    assert figures["second"]["case"]["seconds"] == [1.0, 1.0] and written[-1]["left_out"] == left_out == ["third"]
     monkeypatch.setattr(command_line, "STARTED", time.monotonic())
     options.quick = True
-    assert list(command_line.run_case("memory", options)) == ["first", "second"]
+    assert list(command_line.run_case("memory", options)[0]) == ["first", "second"]
     assert tables.read_result("memory") == written[2], "--quick writes nothing"
+
+
+def test_resume_measures_missing_and_failed_groups(monkeypatch, tmp_path):
+    def groups(options):
+        for name in ("kept", "failed", "missing"):
+            yield name, {"case": lambda name=name: called.append(name) or {"seconds": 1.0}}, {}
+
+    monkeypatch.setattr(importlib.import_module("tools.benchmark.cpu"), "memory", groups)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(command_line, "STARTED", time.monotonic())
+    options = argparse.Namespace(rounds=1, quick=False, resume=True, budget_seconds=1000.0)
+    called = []
+    tables.write_result("memory", {"kept": {"case": {"seconds": [9.0]}}, "failed": {"case": {"error": "no"}}}, [])
+    figures, _ = command_line.run_case("memory", options)
+    assert called == ["failed", "missing"] and figures["kept"]["case"]["seconds"] == [9.0]
+    assert tables.read_result("memory")["figures"] == figures
+    monkeypatch.setattr(tables, "machine", lambda: {"gpu": "another", "cpu": "", "cores": 1})
+    command_line.run_case("memory", options)
+    assert called[2:] == ["kept", "failed", "missing"], "figures of another machine are not kept"
+
+
+def test_curve_reads_logs_of_both_programs(monkeypatch):
+    """The third interval contains an evaluation, so its seconds are not those of a step."""
+    ours = [(9.0, "[step 0 / 40] val/loss = 9.0 val/perplexity = 1"), (20.0, "[step 10 / 40] loss = 8.0 lr = 1")]
+    ours += [(22.0, "[step 20 / 40] loss = 7.0"), (29.0, "[step 20 / 40] val/loss = 7.5 (of the data)")]
+    ours += [(31.0, "[step 30 / 40] loss = 6.0"), (33.0, "[step 40 / 40] loss = 6.0")]
+    ours += [(34.0, "[step 40 / 40] val/loss = 5.5 val/perplexity = 1")]
+    theirs = [(9.0, "step 0: train loss 9.1, val loss 9.0000"), (20.0, "iter 10: loss 8.0, time 1ms, mfu 1%")]
+    theirs += [(22.0, "iter 20: loss 7"), (29.0, "step 20: train loss 1.0, val loss 7.5000"), (31.0, "iter 30: loss 1")]
+    theirs += [(33.0, "iter 40: loss 6"), (34.0, "step 40: train loss 1.0, val loss 5.5000")]
+    for lines in (ours, theirs):
+        monkeypatch.setattr(curve, "run_command", lambda *_, lines=lines: lines)
+        figures = curve.train_and_watch([], step_tokens=100)
+        assert figures["curve"] == [[0, 9.0, 9.0], [20, 29.0, 7.5], [40, 34.0, 5.5]]
+        assert figures["seconds_a_step"] == 0.2 and figures["tokens_per_second"] == 500
+        assert figures["seconds"] == 34.0 and figures["val/loss"] == 5.5
+
+
+def test_report_says_when_nanogpts_loss_is_reached(monkeypatch, tmp_path):
+    monkeypatch.setattr(curve, "PICTURE", tmp_path / "curve.png")
+
+    def measured(step_seconds, *losses):
+        rows = [[40 * index, 99.0, loss] for index, loss in enumerate(losses)]
+        return {"12 x 768": {"seconds_a_step": [step_seconds], "curve": rows}}
+
+    figures = {
+        "nanoGPT": measured(1.0, 9.0, 5.0, 4.0),
+        "ours": measured(0.5, 9.0, 4.5, 3.5),
+        "worse": measured(1.0, 9.0, 6.0),
+    }
+    lines = curve.report(figures).splitlines()
+    assert lines[0].endswith("after 80 s (1.00x)") and lines[1].endswith("after 30 s (0.38x)")
+    assert lines[2].endswith("not reached") and (tmp_path / "curve.png").stat().st_size
 
 
 def hashes_of_published_files():

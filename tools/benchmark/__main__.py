@@ -23,7 +23,8 @@ from tools.benchmark import tables
 
 CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
 # The module of each case, in which a function of the same name yields groups.
-CASES = dict.fromkeys(CPU_CASES, "tools.benchmark.cpu") | {"gpu": "tools.benchmark.gpu"}
+CASES: dict[str, str] = dict.fromkeys(CPU_CASES, "tools.benchmark.cpu")
+CASES |= {"gpu": "tools.benchmark.gpu", "curve": "tools.benchmark.curve"}
 STARTED = time.monotonic()
 
 
@@ -67,11 +68,17 @@ def run_interleaved(cases: dict[str, Callable], baselines: dict[str, list[str]],
     return figures
 
 
-def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
-    """Measure the groups of a case; write the result after each group unless --quick."""
-    figures, left_out = {}, []
+def run_case(name: str, options: argparse.Namespace) -> tuple[tables.Figures, list[str]]:
+    """Measure the groups of a case; return their figures, and the groups that there was no time for.
+
+    The result is written after each group unless --quick. With --resume, groups that this code has measured on this
+    machine without an error are kept.
+    """
+    figures, left_out = tables.kept_figures(name) if options.resume else {}, []
     for group, cases, baselines in getattr(importlib.import_module(CASES[name]), name)(options):
-        if time.monotonic() - STARTED > options.budget_seconds:
+        if group in figures:
+            print(f"{group}: measured before", file=sys.stderr, flush=True)
+        elif time.monotonic() - STARTED > options.budget_seconds:
             left_out.append(group)
             print(f"{group}: left out, {options.budget_seconds:g} s are over", file=sys.stderr, flush=True)
         else:
@@ -79,11 +86,11 @@ def run_case(name: str, options: argparse.Namespace) -> tables.Figures:
             figures[group] = run_interleaved(cases, baselines, options.rounds)
         if not options.quick:
             tables.write_result(name, figures, left_out)
-    return figures
+    return figures, left_out
 
 
 def main() -> int:
-    """Parse the command line, measure and print; return 1 if a case failed."""
+    """Parse the command line, measure and print; return 1 if a case failed, 75 if groups were left out."""
     parser = argparse.ArgumentParser(
         "tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,22 +98,28 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
     parser.add_argument("--text", type=Path, help="a text file; the published figures are of tinyshakespeare")
+    parser.add_argument("--corpus", type=Path, help="a corpus of data.prepare, for curve")
     parser.add_argument("--quick", action="store_true", help="run in seconds in the smallest sizes, and only print")
     parser.add_argument("--budget_seconds", type=float, default=math.inf, help="start no group later than this")
+    parser.add_argument("--resume", action="store_true", help="measure only the groups that are missing or failed")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.text = options.text or (tables.PAGE if options.quick else None)  # any text will do
     if options.case == "time_to_loss" and not options.text:
         parser.error("time_to_loss needs --text FILE")
+    if options.case == "curve" and not (options.corpus or options.quick):
+        parser.error("curve needs --corpus DIR")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running program, too
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
-    figures = run_case(options.case, options)
+    figures, left_out = run_case(options.case, options)
     if options.quick or options.case not in tables.TABLES:
         print(json.dumps(figures, indent=2))
     else:
         tables.PAGE.write_text(tables.render_page())
         print(tables.section(options.case))
-    return 1 if any("error" in case for cases in figures.values() for case in cases.values()) else 0
+    if any(map(tables.failed, figures.values())):
+        return 1
+    return 75 if left_out else 0
 
 
 if __name__ == "__main__":

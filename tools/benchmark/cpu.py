@@ -63,26 +63,32 @@ RECIPE_FOR_A_CPU = {  # from its README
 
 
 class NanoGPT:
-    """nanoGPT's train.py on the characters of a text, or on random tokens without one."""
+    """nanoGPT's train.py on tokens, {split: ids [T]}, with a recipe: settings that replace its own."""
 
-    def __init__(self, path: Path, text: Path | None = None):
-        self.path, self.folder = path.resolve(), tempfile.TemporaryDirectory()
+    def __init__(self, path: Path, tokens: Mapping[str, np.ndarray], vocab_size: int, recipe: Mapping[str, Any]):
+        self.path, self.recipe, self.folder = path.resolve(), recipe, tempfile.TemporaryDirectory()
         self.cwd = Path(self.folder.name)  # train.py reads data/ and configurator.py from its working directory
         (self.cwd / "configurator.py").symlink_to(self.path / "configurator.py")
         (data := self.cwd / "data" / "text").mkdir(parents=True)
+        for split, ids in tokens.items():
+            ids.astype(np.uint16).tofile(data / f"{split}.bin")
+        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+
+    @classmethod
+    def on_characters(cls, path: Path, text: Path | None = None) -> "NanoGPT":
+        """Return it with its recipe for a CPU, on the characters of a text, or on random tokens without one."""
         characters = list(text.read_text()) if text else np.random.default_rng(0).integers(0, 65, 1_000_000)
-        alphabet, tokens = np.unique(characters, return_inverse=True)
-        training = int(0.9 * len(tokens))
-        for name, part in {"train": tokens[:training], "val": tokens[training:]}.items():
-            part.astype(np.uint16).tofile(data / f"{name}.bin")
-        (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(alphabet)}))
+        alphabet, ids = np.unique(characters, return_inverse=True)
+        training = int(0.9 * len(ids))
+        return cls(path, {"train": ids[:training], "val": ids[training:]}, len(alphabet), RECIPE_FOR_A_CPU)
 
     def command(self, precision: str = "float32", **settings) -> list[str]:
         """Return a command that trains; run it in `cwd`."""
-        runner = ["-c", RUN_WITH_AUTOCAST] if precision == "bfloat16" else []
+        settings = {**self.recipe, **settings, "dtype": precision}
+        on_cpu = settings["device"] == "cpu"
+        runner = ["-c", RUN_WITH_AUTOCAST] if precision == "bfloat16" and on_cpu else []
         command = [sys.executable, *runner, str(self.path / "train.py")]
         command += [str(self.path / "config" / "train_shakespeare_char.py"), "--dataset=text"]
-        settings = RECIPE_FOR_A_CPU | settings | {"dtype": precision}
         return [*command, *(f"--{name}={value}" for name, value in settings.items())]
 
 
@@ -126,6 +132,13 @@ def run_command(
         process.communicate()
 
 
+def prepare_characters(text: Path, corpus: Path) -> None:
+    """Make a corpus of the bytes of a text, the last tenth for validation."""
+    (link := corpus.with_suffix(".txt")).symlink_to(text.resolve())  # data.prepare detects a format by its suffix
+    settings = {"source": link, "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
+    run_command([sys.executable, "-m", "data.prepare", *to_arguments(settings)])
+
+
 def speed_settings(log_every: int, folder: str) -> dict:
     """Return settings of a training for `measure_speed`, without evaluations and checkpoints on the way."""
     settings = {"checkpoint.every": 10**6, "evaluation.every": 0, "evaluation.num_scored_generations": 0}
@@ -162,7 +175,7 @@ def throughput(options: Namespace) -> Iterator[Group]:
     # A processor without bfloat16 arithmetic takes twenty times as long.
     precisions = ("float32", "bfloat16") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("float32",)
     variants = [(precision, compiled) for precision in precisions for compiled in (False, True)]
-    peer = options.nanogpt and NanoGPT(options.nanogpt)
+    peer = options.nanogpt and NanoGPT.on_characters(options.nanogpt)
     for layers, heads, width, context, batch, every in [(1, 2, 32, 32, 4, 2)] if options.quick else shapes:
         sizes = dict(n_layers=layers, n_heads=heads, d_model=width, vocab_size=65, max_position_embeddings=context)
         settings = random_tokens(context, batch, 0, every, **sizes, **GPT2)
@@ -197,10 +210,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
         return {"seconds": seconds, "val/loss": loss}
 
     with tempfile.TemporaryDirectory() as folder:
-        corpus, text = Path(folder, "corpus"), Path(folder, "text.txt")
-        text.symlink_to(options.text.resolve())  # data.prepare detects a format by its suffix
-        prepare = {"source": text, "out": corpus, "tokenizer": "byte", "validation": "tail:0.1"}
-        run_command([sys.executable, "-m", "data.prepare", *to_arguments(prepare)])
+        prepare_characters(options.text, corpus := Path(folder, "corpus"))
         settings = {"config": "configs/shakespeare_cpu.yaml", "data.path": corpus, **WITHOUT_WANDB}
         if options.quick:
             settings |= {"steps": 4, "schedule.warmup_steps": 0, "schedule.decay_steps": 2}
@@ -213,7 +223,7 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
 
         cases: dict[str, Case] = {"ours": ours}
         if options.nanogpt:
-            peer = NanoGPT(options.nanogpt, options.text)
+            peer = NanoGPT.on_characters(options.nanogpt, options.text)
             tokens = {"tokens": math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))}
             cases["nanoGPT"] = lambda: run_to_target(peer.command(**recipe), peer.cwd) | tokens
         yield "to 1.88 nats/character", cases, {"ours": ["nanoGPT"]}

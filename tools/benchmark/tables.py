@@ -28,8 +28,10 @@ TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
     "memory": PEAK | STEP,
+    "curve": SPEED | {"val/loss": "last validation loss, nats/token", "seconds": "seconds from the launch"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
 }
+SAME = ("machine", "gpu"), ("machine", "cpu"), ("versions", "torch"), ("versions", "code")  # to resume a result
 MANY = 6  # from this number of rounds on, ranges are interquartile
 NO_RATIO = {"val/loss", "tokens", "flops_per_second", "mfu"}
 
@@ -68,6 +70,19 @@ def read_result(name: str) -> dict:
     """Return a result, without figures if it was never measured."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"figures": {}}
+
+
+def failed(cases: dict[str, dict]) -> bool:
+    """Return whether a case of a group failed."""
+    return any("error" in case for case in cases.values())
+
+
+def kept_figures(name: str) -> Figures:
+    """Return the groups without an error of a result that this code measured on a machine like this one."""
+    record, here = read_result(name), {"machine": machine(), "versions": provenance()}
+    if any(record.get(key, {}).get(fact) != here[key].get(fact) for key, fact in SAME):
+        return {}
+    return {group: cases for group, cases in record["figures"].items() if not failed(cases)}
 
 
 def format_value(value: object, unit: str = "") -> str:
