@@ -1,9 +1,9 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, number of
-processes): the learning rate, the global batch and every random draw of step s are functions of (config, s). Its only
-state is the weights, the optimizer's state (with the EMA of the weights, if there is one), the integer s, and how many
-updates were skipped because of a NaN, in total and in a row.
+processes). Its state is the weights, the optimizer's state (with the EMA of the weights, if there is one), the step s,
+and two counters of updates that were skipped because of a NaN. Everything else, such as the learning rate, the global
+batch and the random draws of step s, is computed from (config, s).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -73,8 +73,7 @@ def main(config: TrainConfig) -> None:
     """
     run = Run.of(config)
     with record_outcome(run, config):
-        # Each process first refuses the errors that it can find alone, before a process group exists.
-        # check_same_settings and open_run refuse the rest.
+        # What a process can check alone is checked first, before the process group exists.
         check_launch(config)
         trackers.check(config)
         config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
@@ -131,7 +130,7 @@ def train(
     ):
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
         warm_up(state, loader.load(start.step)[0])  # without an update: compiles, fixes DDP's bucket order
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # skipped if every >= steps
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial)
@@ -149,8 +148,8 @@ def train(
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Without `wait`, `read` returns the previous step's result: reading that of this step would make the host
-            # wait for the device. All processes read it at the same point, so they stop after the same step.
+            # Without `wait`, `read` returns the result of the previous step, so that the host never waits for the
+            # device. All processes call it at the same point and therefore stop at the same step.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps
@@ -211,7 +210,7 @@ def train_step(
     # The sum over processes overlaps the first forward.
     reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
-    # DDP and FSDP2 average the gradients of the processes, and we want their sum; a reducer sums them.
+    # DDP and FSDP2 average gradients over processes: multiply by their number to get the sum. A reducer already sums.
     undo_average = 1 if state.reducer else results.num_processes
     compute = state.graph if state.graph and use_graph else partial(forward_backward, state)
     outputs = []
@@ -264,7 +263,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
-    gradients in the same order. Buffers that a fork's forward changes are changed here, too.
+    gradients in the same order. This forward also updates the buffers that a fork's forward changes.
     """
     _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)

@@ -19,7 +19,7 @@ from model.loss import MetricSums
 class SampleDataset(Protocol):
     """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}.
 
-    A sample is one sequence of T tokens; "sample" is used where its index in the dataset matters, "sequence" elsewhere.
+    A sample is one sequence of T tokens; it is called a sample where its index in the dataset matters.
     With packing "isolated" it also has "position_ids", int64 [T], which restart at each document.
     """
 

@@ -1,7 +1,7 @@
 """The order of the training data and the sizes of the global batches, as functions of the seed and the step.
 
-The samples of all epochs form one endless order of positions 0, 1, 2, ...; each epoch visits every sample once, in an
-order of its own. Global batch s takes the next `BatchSizes.size(s)` positions, and `GlobalBatches.at` maps positions to
+The samples of successive epochs are numbered 0, 1, 2, ... (positions); each epoch visits every sample once, in an order
+of its own. Global batch s takes the next `BatchSizes.size(s)` positions, and `GlobalBatches.at` maps positions to
 sample indices. Any step can be computed without the steps before it, so a resumed run needs no sampler state.
 
 To train in another order, such as a curriculum, edit `GlobalBatches.at` (for data.mix, `MixedBatches.at`). The last
@@ -77,7 +77,7 @@ class BatchSizes:
         Args:
             step: at least `since[0]`.
             seq_len: tokens of a sequence.
-            since: a step, and the tokens before it. Those of a branch were counted with other sizes, its parent's.
+            since: a step, and the tokens before it: those of a branch's parent, counted with the parent's sizes.
         """
         first, before = since
         return before + self.tokens_before(step, seq_len) - self.tokens_before(first, seq_len)

@@ -177,7 +177,7 @@ class ChunkedLoss(torch.autograd.Function):
                 if grad_logits is not None and grad_weight is not None:
                     grad_chunk.copy_(loss.linear(grad_logits, weight.t()))
                     # addmm_ avoids a temporary of the weight's size, which with few rows costs as much as the product.
-                    # It needs one dtype, and on a CPU its bits depend on the processor (see distributed/cpu.py).
+                    # It needs one dtype, and on a CPU its result differs between processors (see distributed/cpu.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight.addmm_(grad_logits.t(), hidden)
                     else:

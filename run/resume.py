@@ -17,9 +17,8 @@ from run.directory import Run
 from run.stored_settings import complete_settings, no_such_setting, read_settings
 from training.schedule import SCHEDULES, scheduled_value
 
-# A resumed run may change these settings, which change its weights by rounding at most, or are checked in another way:
-# `check_resume` compares the values that depend on `steps`, data.hash stands for data.path and the paths of data.mix,
-# and init_hash for init_from.
+# Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared
+# otherwise (steps by the scheduled values, data.path and the paths of data.mix by data.hash, init_from by init_hash).
 FREE_SETTINGS = {
     *("name", "out_dir", "steps", "resume", "compile", "on_nonfinite", "max_skipped_in_a_row", "check_replicas_every"),
     *("cuda_graph", "timeout_seconds", "activation_checkpointing", "chunked_loss", "stop_after", "profile"),

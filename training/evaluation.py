@@ -31,8 +31,8 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     starts, names, rows = range(0, len(validation), micro_batch_size), [], []
     model.eval()
     for first in range(0, len(starts), num_processes):
-        # A process without a batch in this round repeats the first one and drops the result: a sharded model needs all
-        # processes to run it equally often.
+        # A process without a batch runs the first batch again and discards the result, because all processes must run
+        # a sharded model equally often.
         index = first + rank
         start = starts[index] if index < len(starts) else 0
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))

@@ -37,9 +37,9 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """Run the first backward of a process, whose gradients the caller discards.
 
-    DDP lays out its buckets in the order in which gradients arrive in its first backward, and sums in that order from
-    then on. In this backward the gradients of all parameters arrive in reverse order, whichever of them the batch
-    uses: a resumed run therefore sums in the same order as one that never stopped.
+    DDP fixes the order of its buckets in its first backward, by the order in which gradients arrive. Here they arrive
+    in the reverse order of the parameters, whichever of them the batch uses, so a resumed run sums in the same order as
+    one that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)

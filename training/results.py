@@ -99,7 +99,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all to stop, in this step or in an earlier one that the same `read` has read."""
+    """True if any process asked all to stop in a step that this `read` covers."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
