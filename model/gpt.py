@@ -104,11 +104,35 @@ class MLP(nn.Module):
         return self.down_proj(hidden)
 
 
-class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+class BlockOutput(NamedTuple):
+    """What Block.forward returns in place of a tensor if it also reports something.
 
-    def __init__(self, config: GPTConfig):
+    Attributes:
+        x_BTC: the residual stream.
+        auxiliary: weighted terms of the training objective by name, 0-dim means (docs/forking.md).
+        metrics: auxiliary metrics {name: (sum, count)}, detached.
+    """
+
+    x_BTC: Tensor
+    auxiliary: dict[str, Tensor]
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+    def add_to(self, auxiliary: dict[str, Tensor], metrics: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """Add the terms and metrics to those of the same name of other blocks, and return the residual stream."""
+        for name, term in self.auxiliary.items():
+            auxiliary[name] = auxiliary[name] + term if name in auxiliary else term
+        for name, (total, count) in self.metrics.items():
+            other_total, other_count = metrics.get(name, (0, 0))
+            metrics[name] = other_total + total, other_count + count
+        return self.x_BTC
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each added to the residual stream; `index` counts the blocks from 0."""
+
+    def __init__(self, config: GPTConfig, index: int):
         super().__init__()
+        self.index = index
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
@@ -161,7 +185,7 @@ class GPTModel(GenerativeModel):
         elif config.position != "rope":
             raise ValueError(f"model.position: {config.position!r} is not implemented")
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
         self.final_norm = make_norm(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -250,14 +274,18 @@ class GPTModel(GenerativeModel):
         else:
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
+        auxiliary: dict[str, Tensor] = {}  # terms of the training objective by name, 0-dim means (docs/forking.md)
+        block_metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for index, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
+            if isinstance(x_BTC, BlockOutput):
+                x_BTC = x_BTC.add_to(auxiliary, block_metrics)
         x_BTC = self.final_norm(x_BTC)
 
-        auxiliary: dict[str, Tensor] = {}  # terms of the training objective by name, 0-dim means (docs/forking.md)
         logits, loss, metrics = None, None, {}
         if labels is not None:
             loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary)
+            metrics |= block_metrics
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
             logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)

@@ -9,9 +9,9 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from config.errors import ConfigError
@@ -69,7 +69,7 @@ def separate_compilation_caches() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"{PROCESSOR_FOLDER}{digest}")
 
 
-def checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `forward` in activation checkpointing: it keeps only its inputs and runs again in the backward.
 
     Not `partial(checkpoint, forward)`: torch.compile compiles from the first frame outside torch, and without a frame
