@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from config.schema import OptimizerConfig, TrainConfig
 from distributed.private_torch import foreach_add_, foreach_lerp_, foreach_mul_
 from distributed.sharding import full_tensor, is_sharded, shard_like
+from model.config import GPTConfig
 from training.ema import track_ema
 from training.schedule import SCHEDULES, scheduled_value
 
@@ -49,18 +50,25 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
 
 
 def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
-    """Set the scheduled values of step `step` (from 0) in the optimizer's groups, and the dropout rate if scheduled."""
+    """Set the scheduled values of step `step` (from 0) in the optimizer's groups and the attributes of modules.
+
+    Raise ValueError if a setting of the model is scheduled that no module has as an attribute.
+    """
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
             group[name] = scheduled_value(name, unscheduled, config, step)
-    if "dropout" in SCHEDULES:
-        rate = scheduled_value("dropout", config.model.dropout, config, step)
-        for module in network.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = rate
-            elif isinstance(getattr(module, "dropout", None), float):  # Attention passes its rate to the kernel
-                module.dropout = rate
+    for name in SCHEDULES.keys() & GPTConfig.model_fields.keys():
+        value = scheduled_value(name, getattr(config.model, name), config, step)
+        readers = [module for module in network.modules() if name in vars(module)]
+        if not readers:
+            raise ValueError(f"model.{name} is scheduled, but no module has an attribute {name!r}")
+        for module in readers:
+            setattr(module, name, value)
+        if name == "dropout":
+            for module in network.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = value
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

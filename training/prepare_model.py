@@ -92,11 +92,13 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
     compiled = config.compile and not missing_compiler(device)
-    if "dropout" in SCHEDULES and config.model.dropout and (compiled or config.cuda_graph):
-        # After eight rates torch would run the blocks uncompiled, but a resumed run would compile eight others. A CUDA
-        # graph keeps the rate with which it was captured.
-        setting = "compile" if compiled else "cuda_graph"
-        raise ConfigError(f"{setting}: true supports no scheduled dropout; set it to false")
+    if compiled or config.cuda_graph:
+        # After eight values torch would run the blocks uncompiled, but a resumed run would compile eight others. A CUDA
+        # graph, which contains the whole forward, keeps the value with which it was captured.
+        setting, part = ("cuda_graph", network) if config.cuda_graph else ("compile", network.blocks)
+        for name in SCHEDULES:
+            if getattr(config.model, name, None) and any(name in vars(module) for module in part.modules()):
+                raise ConfigError(f"{setting}: true supports no scheduled {name}; set it to false")
     if compiled:
         separate_compilation_caches()
         network.next_token_loss.compile()

@@ -24,9 +24,13 @@ def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
     return min(largest, (1 + step) / (10 + step))
 
 
-# To schedule a setting, add its name here: a key of the optimizer's groups (lr, weight_decay, betas, ...), grad_clip or
-# dropout. The function takes the configured value, the config and the step (from 0).
-SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {"lr": lr, "ema_decay": ema_decay}
+# To schedule a setting, add its name here: a key of the optimizer's groups (lr, weight_decay, betas, ...), grad_clip,
+# or a setting of the model that its modules read from an attribute of the same name, such as dropout. The function
+# takes the configured value, the config and the step (from 0).
+SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {
+    "lr": lr,
+    "ema_decay": ema_decay,
+}
 
 
 def should_log(config: TrainConfig, completed_steps: int) -> bool:

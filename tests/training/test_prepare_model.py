@@ -48,6 +48,14 @@ def test_scheduled_dropout_is_refused(setting, monkeypatch):
         prepare_network(network, TrainConfig(**{setting: True}), torch.device("cpu"))
 
 
+def test_compile_allows_schedule_outside_of_blocks(monkeypatch):
+    """The forward of the model, which contains the blocks, is not compiled."""
+    monkeypatch.setitem(SCHEDULES, "norm_eps", lambda value, config, step: value * (step + 1))
+    network = GPTModel(GPTConfig(vocab_size=37, n_layers=1, n_heads=2, d_model=16, d_ff=32))
+    vars(network)["norm_eps"] = 1e-5
+    prepare_network(network, TrainConfig(compile=True), torch.device("cpu"))
+
+
 @pytest.mark.slow
 def test_compiled_block_is_one_graph(tmp_path):
     """Compiled for training and for evaluation; text is generated without compiling again."""

@@ -90,6 +90,20 @@ def test_added_schedule_is_one_function(name, monkeypatch):
         assert scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) == 1.0 + step
 
 
+def test_schedule_sets_model_setting_that_a_module_reads(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "rope_theta", lambda largest, config, step: largest * step / config.steps)
+    model = GPTConfig(vocab_size=11, d_model=8, n_heads=2, d_ff=16, rope_theta=8.0)
+    network, config = GPTModel(model), TrainConfig(steps=4, model=model)
+    optimizer = build_optimizer(network, config.optimizer)
+    with pytest.raises(ValueError, match="model.rope_theta is scheduled, but no module has an attribute 'rope_theta'"):
+        apply_schedules(optimizer, network, config, 1)
+    vars(network)["rope_theta"] = vars(network.blocks[1])["rope_theta"] = model.rope_theta
+    for step in (3, 1):
+        apply_schedules(optimizer, network, config, step)
+        assert (network.rope_theta, network.blocks[1].rope_theta) == (2.0 * step, 2.0 * step)
+        assert model.rope_theta == 8.0 and "rope_theta" not in vars(network.blocks[0])
+
+
 FORK = """
 import sys
 from training.schedule import SCHEDULES
