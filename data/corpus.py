@@ -48,6 +48,9 @@ class Corpus:
     score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """(logits [B, T, V], batch) -> further validation metrics, logged as val/NAME. The logits at position t predict
     label t + 1."""
+    score_model: Callable[[Any, dict[str, Tensor]], MetricSums] | None = None
+    """(model, batch) -> further validation metrics, logged as val/NAME, such as the answers that are right if the model
+    generates them. The model is the bare GPTModel in eval mode, not sharded; its results must not depend on chance."""
     end_of_text: int | None = None
     """Id of the token that separates texts, from which generation starts; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None

@@ -33,7 +33,14 @@ NAMES = {
     },
 }  # fmt: skip
 # Settings that need no entry in NAMES: they do not change a trained model, or the code below converts them.
-HANDLED_SEPARATELY = {"zero_init", "rope_theta", "n_kv_heads", "head_dim", "window", "window_pattern"}
+HANDLED_SEPARATELY = {
+    "zero_init",
+    "rope_theta",
+    "n_kv_heads",
+    "head_dim",
+    "window",
+    "window_pattern",
+}
 
 
 def get_family(config: GPTConfig) -> str:

@@ -9,6 +9,7 @@ from data.corpus import Corpus
 from data.loader import load_batch
 from distributed.collectives import all_gather
 from distributed.sharding import reshard
+from training.generations import unsharded
 from training.results import NonFiniteError, fill_slots, mean, sum_dtype
 
 
@@ -30,6 +31,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts, names, rows = range(0, len(validation), micro_batch_size), [], []
     model.eval()
+    network = unsharded(accelerator.unwrap_model(model)).eval() if corpus.score_model else None
     for first in range(0, len(starts), num_processes):
         # A process without a batch runs the first batch again and discards the result, because all processes must run
         # a sharded model equally often.
@@ -41,6 +43,10 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         logits, loss_sum, auxiliary = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
         sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
         sums |= score(logits, batch) if score else {}
+        if corpus.score_model:
+            # The compiler would need seconds for shapes that no training step has.
+            with torch.compiler.set_stance("force_eager"), accelerator.autocast():
+                sums |= corpus.score_model(network, batch)
         names, values = list(sums), [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch

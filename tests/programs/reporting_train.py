@@ -1,10 +1,13 @@
-"""train.py of a fork: a model trained with z-loss and auxiliary metrics, and a corpus with its own score."""
+"""train.py of a fork: a model whose loss and blocks have auxiliary terms and metrics, and a corpus with scores."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import torch
+
+import model.gpt
 import model.loss
 import train
 from cli import scripts
@@ -14,14 +17,19 @@ Z_LOSS, HELP = 0.01, 100.0
 cross_entropy_loss = model.loss.loss_of_logits
 
 
+class Block(model.gpt.Block):
+    def forward(self, *arguments, **named):
+        term = HELP * (1 + self.index) * self.mlp.down_proj.weight.square().mean()
+        metrics = {"index": (torch.tensor(self.index), torch.tensor(1)), f"only/{self.index}": (self.index, 1)}
+        return model.gpt.BlockOutput(super().forward(*arguments, **named), {"help": term}, metrics)
+
+
 class Model(train.GPTModel):
     def forward(self, input_ids, labels=None, **named):
         if labels is None:
             return super().forward(input_ids, **named)
         logits, loss, metrics = super().forward(input_ids, labels=labels, **named)
         num_targets = (labels[:, 1:] != -100).sum()
-        term = self.token_embedding.weight.square().mean()
-        loss = loss + HELP * term * num_targets / named["num_items_in_batch"]
         return logits, loss, {**metrics, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
 
 
@@ -36,14 +44,22 @@ def score(logits, batch):
     return {"top1": ((logits[:, :-1].argmax(dim=-1) == targets).sum(), (targets != -100).sum())}
 
 
+def score_generated(network, batch):
+    """Report the mean of the token ids that the model generates after the first four tokens of a row."""
+    assert not network.training and type(network) is Model
+    generated = network.generate(batch["input_ids"][:, :4], max_new_tokens=1, temperature=0.0)[:, 4]
+    return {"generated": (generated.sum(), len(generated))}
+
+
 def corpus_with_scores(config):
     corpus = load_corpus(config)
     corpus.validation.entropy_nats = 0.0
+    corpus.score_model = score_generated
     corpus.score_logits, corpus.score_texts = score, lambda texts: {"characters": (sum(map(len, texts)), len(texts))}
     return corpus
 
 
 if __name__ == "__main__":
-    model.loss.loss_of_logits, train.GPTModel = with_z_loss, Model
+    model.loss.loss_of_logits, train.GPTModel, model.gpt.Block = with_z_loss, Model, Block
     load_corpus, resolve.load_corpus = resolve.load_corpus, corpus_with_scores
     scripts.run_and_exit("train")

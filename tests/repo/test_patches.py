@@ -14,7 +14,7 @@ from tests.conftest import ROOT, environment
 EXPERIMENTS = re.findall(
     r"^\| \[\w+\]\(patches/(\w+)\.patch\).*? \| (\d+) \| `(.*)` \|$", (ROOT / "docs/forking.md").read_text(), re.M
 )
-ON_TOP_OF_EACH_OTHER = EXPERIMENTS[:-4]
+ON_TOP_OF_EACH_OTHER = EXPERIMENTS[:-5]
 APPLY = {
     "git": ["git", "apply"],
     "patch": ["patch", "--strip=1", "--silent", "--fuzz=0", "--no-backup-if-mismatch", "--input"],

@@ -34,11 +34,18 @@ def reported(tmp_path_factory):
     for processes in (1, 2):
         words = f"--steps {STEPS} --evaluation.every 1 --model.dropout 0 --exact true --name {processes}".split()
         words += ["--evaluation.num_scored_generations", "3"]
+        words += ["--activation_checkpointing", str(processes == 2).lower()]
         arguments = [*TINY_STORIES, *words, "--out_dir", str(out_dir)]
         done = forked.run("tests/programs/reporting_train.py", arguments, processes, environment())
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     return outputs, [metrics(out_dir / str(processes)) for processes in (1, 2)], out_dir / "2"
+
+
+def test_corpus_scores_the_bare_model_in_ddp(tmp_path):
+    words = f"--steps 2 --evaluation.every 2 --evaluation.num_scored_generations 0 --out_dir {tmp_path}".split()
+    done = forked.run("tests/programs/reporting_train.py", [*TINY_STORIES, *words], 2, environment())
+    assert done.returncode == 0 and " val/generated = " in done.stdout, done.stderr
 
 
 def by_hand(model, rows):
@@ -65,13 +72,16 @@ def test_auxiliary_metrics_are_divided_by_own_count(reported):
     _, (rows, _), run = reported
     model, dataset = network(), StoriesDataset("train", 20, 0, 128)
     loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
-    (loss + Z_LOSS * z_loss + HELP * model.token_embedding.weight.square().mean()).backward()
+    term = sum(HELP * i * block.mlp.down_proj.weight.square().mean() for i, block in enumerate(model.blocks, start=1))
+    (loss + Z_LOSS * z_loss + term).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     first = rows[0]
     assert first["train/grad_norm"] == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
     assert first["train/loss"] == pytest.approx(loss.item(), rel=1e-6), "the cross-entropy alone"
     assert first["train/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
     assert first["train/targets_per_row"] == targets and first["train/nothing"] is None
+    assert first["train/help"] == pytest.approx(term.item(), rel=1e-5), "the sum of the blocks' terms"
+    assert [first[f"train/{name}"] for name in ("index", "only/0", "only/1")] == [0.5, 0, 1]
 
     model.load_state_dict({n.removeprefix("model."): t for n, t in tensors(run, STEPS).items() if n[:6] == "model."})
     with torch.no_grad():
@@ -82,6 +92,9 @@ def test_auxiliary_metrics_are_divided_by_own_count(reported):
     assert last["val/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
     assert last["val/top1"] == pytest.approx(top1.item())
     assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
+    prompts = torch.stack([row["input_ids"][:4] for row in StoriesDataset("validation", 7, 0, 128)])
+    generated = model(prompts)[0][:, -1].argmax(-1)
+    assert last["val/generated"] == pytest.approx(generated.double().mean().item()) and last["val/generated"] > 0
 
 
 def test_progress_line_shows_logged_metrics(reported):
