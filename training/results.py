@@ -224,10 +224,12 @@ class Results:
         pending = self._pending.popleft()
         if pending.copied is not None:
             pending.copied.synchronize()
-        num_targets, grad_norm = pending.rows[0, NUM_TARGETS].item(), pending.rows[0, GRAD_NORM].item()
-        stop = stop or bool(pending.rows[:, STOP].any())
+        rows: list[list[float]] = pending.rows.tolist()
+        num_targets, grad_norm = rows[0][NUM_TARGETS], rows[0][GRAD_NORM]
+        stop = stop or any(row[STOP] for row in rows)
         # One value per micro-batch of the global batch, in their order, in each of these lists.
-        losses, *metrics = pending.rows[:, MICRO_BATCHES:].reshape(-1, 1 + 2 * len(self._names)).T.tolist()
+        values, columns = [value for row in rows for value in row[MICRO_BATCHES:]], 1 + 2 * len(self._names)
+        losses, *metrics = (values[column::columns] for column in range(columns))
         loss = exact_sum(losses)
         sums_and_counts = zip(self._names, metrics[::2], metrics[1::2], strict=True)
         # A metric "loss" of the model replaces the training objective in `means`, but not in the test below.

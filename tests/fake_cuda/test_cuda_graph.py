@@ -56,16 +56,6 @@ def test_one_gpu_trains_same_bits(settings, folder, tmp_path):
     assert replays(graphed) > 0
 
 
-@pytest.mark.slow
-def test_other_loss_scales_are_captured_again(folder, tmp_path):
-    fp16 = ["--on_nonfinite", "skip", "--max_skipped_in_a_row", 20]
-    run, graphed = (
-        train("one_gpu", 1, *fp16, *graph, out_dir=tmp_path / str(len(graph)), precision="fp16")
-        for graph in ([], GRAPH)
-    )
-    assert_same(graphed, run)
-
-
 @pytest.fixture(scope="module")
 def two_gpus(folder):
     """Return a run on two GPUs, with and without graphs, with and without `exact`."""
@@ -126,6 +116,12 @@ def with_short_sequences(state, step, micro_batches, *arguments, **more):
 train.train_step = with_short_sequences
 run_and_exit("train")
 """
+OTHER_SCALES = """
+import train
+from cli.scripts import run_and_exit
+train.loss_scale = lambda precision, step, skipped: 2.0 ** (step % 3)  # as fp16 after an overflow
+run_and_exit("train")
+"""
 READS_ON_HOST = """
 from cli.scripts import run_and_exit
 from model.gpt import Block
@@ -145,11 +141,12 @@ def run_fork(source, program, *arguments):
     return forked.run(str(program), [*words, str(program.parent)], 0, fake_gpus(1))
 
 
-def test_other_shapes_are_captured_again(folder, tmp_path):
+@pytest.mark.parametrize("source", [OTHER_LENGTHS, OTHER_SCALES], ids=["lengths", "loss scales"])
+def test_graph_is_captured_again(source, folder, tmp_path):
     rows = []
     for name, graph in {"eager": [], "graphed": GRAPH}.items():
         (tmp_path / name).mkdir()
-        done = run_fork(OTHER_LENGTHS, tmp_path / name / "program.py", *graph)
+        done = run_fork(source, tmp_path / name / "program.py", *graph)
         assert done.returncode == 0, done.stderr
         rows.append(metrics(tmp_path / name / "run"))
     assert rows[0] == rows[1]
