@@ -105,7 +105,8 @@ def main(config: ReplayConfig) -> None:
 def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     """Build the state of a run from its newest checkpoint before `step`; return it, the corpus and its step."""
     session = session_of(run, step)
-    config = config_of(session.config or run.settings).replace(cuda_graph=None)  # the same bits, and on any device
+    # A CUDA graph changes no loss, except by rounding with three or more processes, and the CPU has none.
+    config = config_of(session.config or run.settings).replace(cuda_graph=None)
     if step > config.steps:
         raise ConfigError(f"step: {step} is beyond the {config.steps} steps of {run.path}")
     checkpoint = checkpoint_before(run, step, config.branch_from)

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import TINY_STORIES, metrics, thinned
+from tests.conftest import TINY_STORIES, environment, metrics, thinned
 from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
 from tests.support import forked
 
@@ -103,6 +103,13 @@ def test_block_statistics_are_recorded_without_graph(folder, tmp_path):
     assert_same(graphed, run)
     assert "layers/activation_rms/1" in metrics(graphed.directory)[-1]
     assert replays(graphed) > 0, "in steps that log nothing"
+
+
+@pytest.mark.slow
+def test_step_is_replayed_on_cpu(folder, tmp_path):
+    graphed = train("one_gpu", 1, *GRAPH, out_dir=tmp_path, precision="no")
+    done = forked.run("tools.replay", [str(graphed.directory), "6"], 0, environment())
+    assert done.returncode == 0 and "a GPU in the run, a CPU here" in done.stdout, done.stderr
 
 
 OTHER_LENGTHS = """
