@@ -1,5 +1,6 @@
 """The command line of verify.py: the arguments of train.py, overridden by the settings of a short run."""
 
+import math
 from argparse import ArgumentParser
 
 from config.parser import parse_config
@@ -14,8 +15,17 @@ SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_
 
 
 def parse_short_run(args: list[str]) -> TrainConfig:
-    """Parse train.py's command line, plus `--verify_steps N`; settings of a short run override the given ones."""
+    """Parse train.py's command line, plus `--verify_steps N`; settings of a short run override the given ones.
+
+    micro_batch_size is lowered if the processes cannot split the global batch otherwise: the recipe is for fewer.
+    """
     parser = ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6")
     own, args = parser.parse_known_args(args)
-    return parse_config([*args, *SHORT.split(), "--steps", own.verify_steps], num_processes())
+    args = [*args, *SHORT.split(), "--steps", own.verify_steps]
+    config = parse_config(args)
+    sizes = config.global_batch_size, config.schedule.batch_warmup_from
+    sequences, rest = divmod(math.gcd(*(size for size in sizes if size)), num_processes())
+    if sequences and not rest:
+        args += ["--micro_batch_size", str(math.gcd(sequences, config.micro_batch_size))]
+    return parse_config(args, num_processes())

@@ -18,6 +18,7 @@ import train
 from checks import verification
 from checks.short_run import parse_short_run
 from cli import scripts
+from config.errors import ConfigError
 from data.loader import StepDataset
 from data.sampler import BatchSizes
 from data.synthetic.stories import StoriesDataset
@@ -99,6 +100,19 @@ def test_verify_starts_from_step_0():
     given = ["--branch_from", "runs/stories/checkpoints/step-00000500", "--init_from", "runs/stories"]
     config = parse_short_run([*map(str, TINY_STORIES), *given])
     assert (config.branch_from, config.init_from) == (None, None)
+
+
+@pytest.mark.parametrize(("processes", "micro_batch_size"), [(1, 16), (2, 8), (4, 4)])
+def test_verify_chooses_micro_batch_that_fits(processes, micro_batch_size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    config = parse_short_run(["--config", str(ROOT / "configs" / "lab.yaml")])
+    assert (config.global_batch_size, config.micro_batch_size) == (16, micro_batch_size)
+
+
+def test_verify_refuses_a_global_batch_that_the_processes_cannot_split(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="global_batch_size: 16 is not a multiple of micro_batch_size"):
+        parse_short_run(["--config", str(ROOT / "configs" / "lab.yaml")])
 
 
 @pytest.mark.slow
