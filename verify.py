@@ -4,8 +4,8 @@
 
 takes the arguments of train.py, trains that model for a few steps in several ways, and prints for each guarantee PASS
 with the measured figure, FAIL with the cause, or SKIP with the reason why it does not apply. It trains 6 steps, or
-`--verify_steps N`: behaviour that starts later, such as an optimizer that does more at every 10th update, needs more. It
-lowers micro_batch_size if these processes cannot split the global batch otherwise.
+`--verify_steps N`: behaviour that starts later, such as an optimizer that does more at every 10th update, needs more.
+It lowers micro_batch_size if these processes cannot split the global batch otherwise.
 
 Exit codes: 0 none failed, 1 one failed, 2 bad settings, 75 or 130 stopped by a signal before all were checked.
 """

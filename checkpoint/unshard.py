@@ -38,8 +38,15 @@ def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix:
     return tensors
 
 
-def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], ema: bool = False) -> None:
-    """Copy the weights of a checkpoint, or with `ema` any EMAs that it has, into `weights`, an unsharded state dict.
+def read_averages(directory: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Return the averages of weights that the optimizer kept as `ema` in its state, by the names of the weights."""
+    prefix, suffix = "optimizer.state.", ".ema"
+    averages = whole_tensors(directory, manifest, prefix, suffix)
+    return {key.removeprefix(prefix).removesuffix(suffix): tensor for key, tensor in averages.items()}
+
+
+def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor], averaged: bool = False) -> None:
+    """Copy the weights of a checkpoint into `weights`, an unsharded state dict; with `averaged`, any averages of them.
 
     Raise ConfigError if the checkpoint has other tensors.
     """
@@ -50,8 +57,7 @@ def read_weights(directory: Path, manifest: Manifest, weights: dict[str, Tensor]
         weights[name].copy_(tensor)
     if lacking := sorted(weights.keys() - stored.keys()):
         raise ConfigError(f"{directory} lacks {len(lacking)} tensors of the model, such as {lacking[0]}")
-    # After all others: the EMA of weights that blocks share is stored under only one of their names.
-    if ema:
-        prefix, suffix = "optimizer.state.", ".ema"
-        for key, tensor in whole_tensors(directory, manifest, prefix, suffix).items():
-            weights[key.removeprefix(prefix).removesuffix(suffix)].copy_(tensor)
+    # After all others: the average of weights that blocks share is stored under only one of their names.
+    if averaged:
+        for name, tensor in read_averages(directory, manifest).items():
+            weights[name].copy_(tensor)

@@ -155,6 +155,7 @@ class Verification:
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         self.shards = num_shards(self.accelerator)
+        self.errors: set[str] = set()
         self.can_be_exact = self.shards == 1 and self.num_processes & (self.num_processes - 1) == 0
 
     def own_directory(self, out_dir: Path) -> str:
@@ -207,6 +208,9 @@ class Verification:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             holds, figure = False, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+            if figure in self.errors:
+                figure = "the same error as above"
+            self.errors.add(figure)
         holds = all(gather_object([holds]))
         return "PASS" if holds else "FAIL", figure
 

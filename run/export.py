@@ -10,6 +10,7 @@ import yaml
 from safetensors import SafetensorError
 
 from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from checkpoint.unshard import read_averages
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from data.chat_template import ChatTemplate
@@ -23,7 +24,6 @@ from run.load import (
     load_model_from_checkpoint,
     load_with_source,
     report_skipped,
-    uses_ema,
 )
 from run.settings import ExportConfig
 
@@ -176,12 +176,13 @@ def model_card(
     tokenizer = loaded.tokenizer
     usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
-    origin = "converted from another folder in transformers' format"
+    origin, averaged = "converted from another folder in transformers' format", ""
     if sources:
+        averaged = describe_average(loaded, *sources[0])
         kind = "mean of the weights after steps" if len(sources) > 1 else "weights after step"
         origin = f"trained with Accelerate; {kind} {steps}"
-        if loaded.config and uses_ema(loaded.config, weights):
-            origin += ", each an exponential moving average (EMA) of the trained weights (evaluation.ema_decay)"
+        if averaged and weights == "evaluated":
+            origin += f", each {averaged} of the trained weights"
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
@@ -189,7 +190,7 @@ def model_card(
         lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
     directory, manifest = sources[0]
     measured = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
-    if uses_ema(loaded.config, "evaluated") and weights == "trained":  # evaluations measured the EMA
+    if averaged and weights == "trained":  # evaluations measured the average
         measured = {name: value for name, value in measured.items() if not name.startswith(("val/", "generation/"))}
     if numbers := [f"| {name} | {value:.6g} |" for name, value in measured.items()]:
         note = " (of the newest checkpoint)" if len(sources) > 1 else ""
@@ -200,6 +201,15 @@ def model_card(
     recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
     lines.append(f"## Recipe\n\nThe settings of the run, for `train.py --config`:\n\n```yaml\n{recipe}```\n")
     return "\n".join(lines)
+
+
+def describe_average(loaded: LoadedModel, directory: Path, manifest: Manifest) -> str:
+    """Describe the average of the weights that a checkpoint contains; empty if there is none."""
+    if loaded.config is None or not read_averages(directory, manifest):
+        return ""
+    if loaded.config.evaluation.ema_decay is not None:
+        return "an exponential moving average (EMA)"
+    return f"the average that the optimizer ({loaded.config.optimizer.name}) keeps"
 
 
 def example_prompt(loaded: LoadedModel) -> str:

@@ -87,13 +87,8 @@ def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Wei
     except ConfigError as error:
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
-    read_weights(directory, manifest, model.state_dict(), uses_ema(config, weights))
+    read_weights(directory, manifest, model.state_dict(), weights == "evaluated")
     return LoadedModel(config, model, load_run_tokenizer(directory, config))
-
-
-def uses_ema(config: TrainConfig, weights: Weights) -> bool:
-    """Return whether these weights of a run are an exponential moving average."""
-    return weights == "evaluated" and config.evaluation.ema_decay is not None
 
 
 def copy_initial_weights(network: GPTModel, initial: LoadedModel) -> None:

@@ -21,8 +21,8 @@ class TrainedModelConfig(Settings):
     """The checkpoint of a run: latest, best (by validation loss), or a step."""
 
     weights: Weights = "evaluated"
-    """For a run with evaluation.ema_decay: evaluated (the EMA weights, which val/loss measures) or trained (the
-    weights that the optimizer updates). Without it both are the same."""
+    """For a run whose optimizer averages the weights, as with evaluation.ema_decay: evaluated (the average, which
+    val/loss measures) or trained (the weights that the optimizer updates). For other runs both are the same."""
 
 
 class SampleConfig(TrainedModelConfig):

@@ -196,7 +196,8 @@ def test_checks_are_independent_and_give_reasons(runs, tmp_path):
     assert re.search(r"TypeError: .*\(verification.py:\d+\)", line[CHECKS[0]])
     assert "it and its family differ in 2 tensors" in line[CHECKS[1]] and "blocks.0.mlp.scale" in line[CHECKS[1]]
     assert "init_weights draws blocks.0.mlp.scale, which its module initialises to 1" in output
-    assert "keeps state['count'] as numbers or objects" in line["resuming is bitwise"]
+    assert "keeps state['count'] as numbers or objects" in line["gradient = hand-written all-reduce"]
+    assert output.count("keeps state['count']") == 1 and line["resuming is bitwise"].endswith("the same error as above")
 
 
 def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):

@@ -1,6 +1,7 @@
 """The exponential moving average (EMA) of the weights, which is evaluated in their place.
 
-It is part of the optimizer's state, so it is saved, sharded and hashed like the rest of that state.
+It is part of the optimizer's state, so it is saved, sharded and hashed like the rest of that state. An optimizer that
+averages weights itself keeps them in the same place, `ema` in the state of each weight.
 """
 
 from collections.abc import Iterator

@@ -37,6 +37,7 @@ def test_verify_names_state_that_a_resume_loses(state, runs):
     assert f"attributes with another value after the resume: {LOST[state]}\n" in done.stdout
 
 
-def test_verify_passes_if_state_is_in_tensors(runs):
-    done = run("tensor", runs, "--verify_steps", "4")
+@pytest.mark.parametrize("state", ["tensor", "tensor of the first parameter"])
+def test_verify_passes_if_state_is_in_tensors(state, runs):
+    done = run(state, runs, "--verify_steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr

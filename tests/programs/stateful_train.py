@@ -31,12 +31,15 @@ class CountingSGD(torch.optim.Optimizer):
         group = self.param_groups[0]
         self.count += STATE == "optimizer attribute"
         group["count"] += STATE == "parameter group"
+        first = self.state[group["params"][0]]
+        first["count"] = first.get("count", torch.zeros(())) + (STATE == "tensor of the first parameter")
         for weight in group["params"]:
             state = self.state[weight]
             state["step"] = state.get("step", torch.zeros(())) + (STATE == "tensor")
             if STATE == "number":
                 state["step"], state["last"] = 1, 0.5
-            weight.sub_(group["lr"] / (1 + float(state["step"]) + self.count + group["count"]) * weight.grad)
+            count = float(state["step"]) + float(first["count"]) + self.count + group["count"]
+            weight.sub_(group["lr"] / (1 + count) * weight.grad)
 
 
 class Model(train.GPTModel):

@@ -8,8 +8,9 @@ import torch
 from run import export
 from run.load import load_run
 from run.settings import ExportConfig
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, python, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
+from tests.support import forked
 
 AVERAGE = 0.7  # the first seven steps use a smaller decay
 RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
@@ -89,6 +90,39 @@ def test_export_and_sample_use_the_ema_weights(averaged, plain, tmp_path):
         assert ("an exponential moving average (EMA) of the trained weights" in card) == (words == "")
     texts = [python(f"python sample.py {averaged} --seed 3 {words}").stdout for words in ("", "--weights trained")]
     assert texts[1] == python(f"python sample.py {plain} --seed 3").stdout != texts[0]
+
+
+OWN_AVERAGE = """
+import sys, train
+from cli import scripts
+from training.ema import track_ema
+del sys.argv[0]
+build, decay = train.build_optimizer, float(sys.argv.pop(1))
+def build_averaging(network, config, *_):
+    optimizer = build(network, config)
+    track_ema(optimizer, decay)
+    return optimizer
+train.build_optimizer = build_averaging
+scripts.run_and_exit("train")
+"""
+
+
+def test_average_of_an_optimizer_is_used_without_the_setting(averaged, tmp_path):
+    """A fork's optimizer keeps an average by itself, here the same one."""
+    arguments = ["train.py", str(AVERAGE), *map(str, RUN), "--out_dir", str(tmp_path)]
+    done = forked.run("-c", [OWN_AVERAGE, *arguments], 0, environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = tmp_path / "run"
+    assert metrics(own)[-1]["val/loss"] == metrics(averaged)[-1]["val/loss"]
+    for weights in ("evaluated", "trained"):
+        ours, theirs = (load_run(run, weights=weights).model.state_dict() for run in (own, averaged))
+        assert_same_bits(ours, theirs)
+        export.main(ExportConfig(run=str(own), out=str(tmp_path / weights), weights=weights))
+        card = (tmp_path / weights / "README.md").read_text()
+        assert ("each the average that the optimizer (adamw) keeps of the trained weights" in card) == (
+            weights == "evaluated"
+        )
+        assert ("| val/loss |" in card) == (weights == "evaluated")
 
 
 def test_run_with_ema_resumes_bitwise(averaged, tmp_path):
