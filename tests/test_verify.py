@@ -109,7 +109,7 @@ def test_verify_chooses_micro_batch_that_fits(processes, micro_batch_size, monke
     assert (config.global_batch_size, config.micro_batch_size) == (16, micro_batch_size)
 
 
-def test_verify_refuses_a_global_batch_that_the_processes_cannot_split(monkeypatch):
+def test_verify_refuses_indivisible_global_batch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="global_batch_size: 16 is not a multiple of micro_batch_size"):
         parse_short_run(["--config", str(ROOT / "configs" / "lab.yaml")])

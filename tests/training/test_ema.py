@@ -107,7 +107,7 @@ scripts.run_and_exit("train")
 """
 
 
-def test_average_of_an_optimizer_is_used_without_the_setting(averaged, tmp_path):
+def test_average_of_optimizer_needs_no_setting(averaged, tmp_path):
     """A fork's optimizer keeps an average by itself, here the same one."""
     arguments = ["train.py", str(AVERAGE), *map(str, RUN), "--out_dir", str(tmp_path)]
     done = forked.run("-c", [OWN_AVERAGE, *arguments], 0, environment())
