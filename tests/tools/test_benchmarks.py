@@ -17,7 +17,7 @@ import pytest
 from distributed.cores import available_cores
 from tests.conftest import ROOT, environment
 from tools.benchmark import __main__ as command_line
-from tools.benchmark import cpu, curve, tables
+from tools.benchmark import cpu, curve, gpu_programs, tables
 from tools.benchmark.__main__ import measure, run_interleaved
 from tools.benchmark.cpu import measure_speed, run_command
 
@@ -147,7 +147,7 @@ def test_measure_speed_is_median_without_warm_up(monkeypatch):
     seconds = [0.0, 9.0, 30.0, 32.0, 34.0, 94.0]
     lines = [(each, f"[step {step} / 6]") for step, each in enumerate(seconds)]
     monkeypatch.setattr(cpu, "run_command", lambda *_: [(0.0, "processes: 1"), *lines])
-    assert measure_speed([], tokens=8) == {"tokens_per_second": 4.0}
+    assert measure_speed([], tokens=8) == {"tokens_per_second": 4.0, "start_seconds": 0.0}
 
 
 def test_measure_counts_cores_of_other_work(monkeypatch):
@@ -235,6 +235,25 @@ def test_curve_reads_logs_of_both_programs(monkeypatch):
         assert figures["curve"] == [[0, 9.0, 9.0], [20, 29.0, 7.5], [40, 34.0, 5.5]]
         assert figures["seconds_a_step"] == 0.2 and figures["tokens_per_second"] == 500
         assert figures["seconds"] == 34.0 and figures["val/loss"] == 5.5
+
+
+def test_bits_fail_if_digests_differ(monkeypatch):
+    digests = iter(["a", "a", "b", "a"])
+    commands = []
+    monkeypatch.setattr(gpu_programs, "run_command", lambda command, env: commands.append(command))
+    monkeypatch.setattr(
+        gpu_programs, "read_rows", lambda file: [{"state/digest": "first"}, {"state/digest": next(digests)}]
+    )
+    options = argparse.Namespace(quick=True)
+    monkeypatch.setattr(gpu_programs.torch.cuda, "is_available", lambda: True)
+    _, cases, _ = next(gpu_programs.bits(options))
+    figures = run_interleaved(cases, {}, 1)
+    assert list(figures) == ["no graph", "graph", "graph, then none", "none, then graph"]
+    assert figures["graph"]["digest"] == "a" and "digest b, expected a" in figures["graph, then none"]["error"]
+    graphs = [command[command.index("--cuda_graph") + 1] for command in commands]
+    assert graphs == ["False", "False", "True", "True", "True", "False", "False", "True"]
+    steps = [command[command.index("--steps") + 1] for command in commands]
+    assert steps == ["4", "8"] * 4
 
 
 def test_report_says_when_nanogpts_loss_is_reached(monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from tools.benchmark import gpu
 from tools.benchmark.__main__ import run_interleaved
 
 NANOGPT = os.environ.get("NANOGPT")
+ALL = gpu.CASES | gpu.SMALL_MODELS | gpu.SMALL_BATCHES
 # Packages that a machine with a GPU may lack: importing one of these is an error.
 BARE = """
 import runpy, sys
@@ -45,7 +46,7 @@ def groups():
 def test_variants_are_measured_and_failures_recorded(groups):
     for name, cases in groups.items():
         assert min(cases.pop(gpu.PRODUCT)["flops_per_second"]) > 0
-        assert set(cases) == {variant for variant in gpu.CASES[name][3] if variant != gpu.PEER or NANOGPT}
+        assert set(cases) == {variant for variant in gpu.CASES[name].variants if variant != gpu.PEER or NANOGPT}
         for variant, case in cases.items():
             if name in ("124m_1024_cudnn", "124m_1024_efficient"):
                 assert "Error" in case["error"]
@@ -94,8 +95,8 @@ def test_failed_variant_ends_alone(monkeypatch):
     monkeypatch.setattr(gpu.Variant, "profile_kernels", lambda self: {})
     settings = {"ours": {}, "too_large": {"out_of_memory": True}, "short": {"steps": 5}, "other": {}}
     monkeypatch.setattr(gpu, "SETTINGS", settings)
-    monkeypatch.setitem(gpu.CASES, "124m_1024", ("124M", 1024, 32, list(settings), None))
-    figures = run_interleaved(*gpu.build_cases("124m_1024", gpu.MINIATURE, None), rounds=2)
+    case = gpu.Case("124M", 1024, 32, list(settings))
+    figures = run_interleaved(*gpu.build_cases(case, gpu.MINIATURE, None), rounds=2)
     assert figures["too_large"]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
     assert "tokens_per_second" not in figures["too_large"]
     assert figures["short"]["error"].startswith("StopIteration")  # in its second round
@@ -108,36 +109,55 @@ def test_settings_reach_the_model(monkeypatch):
     # A real Accelerator would leave bf16 behind for every later test of this process.
     accelerator = SimpleNamespace(device=torch.device("cpu"), prepare_model=lambda network: network)
     monkeypatch.setattr(gpu, "Accelerator", lambda **settings: accelerator)
-    scale, tokens = gpu.MINIATURE, torch.zeros(1, 16, dtype=torch.long)
+    scale, tokens = gpu.MINIATURE, [torch.zeros(1, 16, dtype=torch.long)]
 
     def facts(name):
         network, optimizer, _ = gpu.build_ours(scale.model_config("124M", 48), tokens, scale, **gpu.SETTINGS[name])
-        (group, _) = optimizer.param_groups
-        return network.next_token_loss.chunked, group["fused"]
+        return network.next_token_loss.chunked, type(optimizer).__name__
 
-    assert {name: facts(name) for name in gpu.SETTINGS} == {"ours": (None, True), "whole_loss": (False, True)}
+    without_graph = [name for name, settings in gpu.SETTINGS.items() if not settings.get("cuda_graph")]
+    assert {name: facts(name) for name in without_graph} == {
+        **{"ours": (None, "AdamW"), "whole_loss": (False, "AdamW"), "uncompiled": (None, "AdamW")},
+        "muon": (None, "MuonAndAdamW"),
+    }
+
+
+@pytest.mark.slow
+def test_micro_batches_are_of_one_step(monkeypatch):
+    """Four parts of a batch take the step that the whole batch takes."""
+    losses = {}
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        batch = torch.randint(64, (4, 340), generator=torch.Generator().manual_seed(1))
+        config = gpu.MINIATURE.model_config("11M", 340)
+        _, _, step = gpu.build_ours(config, batch.chunk(parts), gpu.MINIATURE, compile=False)
+        losses[parts] = [step(True) for _ in range(3)]
+    assert losses[4] == pytest.approx(losses[1], rel=1e-3) and losses[1][2] < losses[1][0]
 
 
 def test_groups_are_valid():
-    for shape, context, batch, variants, backend in gpu.CASES.values():
-        config = gpu.Scale().model_config(shape, context)
-        assert config.problems() == [] and config.max_position_embeddings == context and batch > 0
-        assert set(variants) <= {*gpu.SETTINGS, gpu.PEER} and backend in (None, *gpu.BACKENDS)
-        assert variants[0] == "ours"
+    for case in ALL.values():
+        config = gpu.Scale().model_config(case.shape, case.context)
+        assert config.problems() == [] and config.max_position_embeddings == case.context
+        assert set(case.variants) <= {*gpu.SETTINGS, gpu.PEER} and case.backend in (None, *gpu.BACKENDS)
+        assert case.variants[0] == "ours" and case.batch % case.micro_batches == 0
+        assert case.micro_batches == 1 or gpu.PEER not in case.variants, "its step has one micro-batch"
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here, or hidden without -m cuda")
-@pytest.mark.parametrize("name", gpu.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_small_model_is_measured_on_gpu(name):
-    small = ((1, 2, 128, 512), (2, 2, 128, 512))
+    small = dict.fromkeys(gpu.SHAPES, (1, 2, 128, 512))
     scale = gpu.Scale(shapes=small, product_size=512, window_seconds=0.0, warm_up_steps=1, context=256)
-    shape, *_, backend = gpu.CASES[name]
+    backend = ALL[name].backend
     with gpu.sdpa_kernel(gpu.BACKENDS[backend]) if backend else gpu.nullcontext():
-        figures = run_interleaved(*gpu.build_cases(name, scale, NANOGPT and Path(NANOGPT)), rounds=2)
+        figures = run_interleaved(*gpu.build_cases(ALL[name], scale, NANOGPT and Path(NANOGPT)), rounds=2)
     assert min(figures.pop(gpu.PRODUCT)["flops_per_second"]) > 0
-    for case in figures.values():
-        assert "error" not in case and case["kernels"]["compiled_regions_a_step"] >= 1
+    for variant, case in figures.items():
+        assert "error" not in case, case["error"]
+        launched_alone = "graph" not in variant and "uncompiled" not in variant
+        assert case["kernels"]["compiled_regions_a_step"] >= 1 or not launched_alone
         assert min(case["tokens_per_second"]) > 0 and 0 < min(case["peak_gib"]) < 10
     torch.compiler.reset()
 
@@ -145,9 +165,9 @@ def test_small_model_is_measured_on_gpu(name):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here, or hidden without -m cuda")
 def test_step_does_not_synchronise():
-    scale = gpu.Scale(shapes=((1, 2, 128, 512), (2, 2, 128, 512)), context=256)
+    scale = gpu.Scale(shapes=dict.fromkeys(gpu.SHAPES, (1, 2, 128, 512)), context=256)
     tokens = torch.randint(512, (2, 256), device="cuda")
-    _, _, step = gpu.build_ours(scale.model_config("124M", 256), tokens, scale)
+    _, _, step = gpu.build_ours(scale.model_config("124M", 256), [tokens], scale)
     for _ in range(3):
         step()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,9 +1,7 @@
 """`make test-gpu` in parts: order, resumption and the page, with parts that run in no time."""
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, environment
 from tools.benchmark import __main__ as command_line
 from tools.benchmark import session
 
@@ -119,14 +116,22 @@ def test_parts_are_valid_commands_within_ten_minutes(monkeypatch, tmp_path):
             assert case == name and options_of_case.resume and options_of_case.budget_seconds < part.limit_seconds
 
 
-def test_exit_code_says_whether_to_run_again(tmp_path):
-    """Of the real program with its first part, whose tests a machine without a GPU skips."""
-    command = [sys.executable, "-m", "tools.benchmark.session", "--out", str(tmp_path), "--budget_seconds", "0"]
-    env = environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and "no GPU was found" in done.stderr
-    command += ["--quick"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == session.RUN_AGAIN, done.stderr
-    ((first, result),) = json.loads((tmp_path / "state.json").read_text())["results"].items()
-    assert first == "tests" and result["exit_code"] == 0 and "skipped" in done.stdout
+def test_exit_code_says_whether_to_run_again(monkeypatch, tmp_path, capsys):
+    def command(code):
+        return [sys.executable, "-c", f"print('printed'); raise SystemExit({code})"]
+
+    def main(**exit_codes):
+        parts = {name: session.Part("", 60, command(code)) for name, code in exit_codes.items()}
+        monkeypatch.setattr(session, "build_parts", lambda options: parts)
+        return session.main()
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(session.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["session", "--out", str(tmp_path / "new" / "folder"), "--budget_seconds", "0"])
+    with pytest.raises(SystemExit, match="no GPU was found"):
+        main(one=0)
+    sys.argv.append("--quick")
+    assert main(one=0) == 0 and "\nprinted\n" in capsys.readouterr().out
+    assert main(one=0, two=0) == session.RUN_AGAIN, "other parts: begun anew, and two is left"
+    assert main(one=0, two=0) == 0
+    assert main(one=session.RUN_AGAIN) == session.RUN_AGAIN and main(one=3) == 1

@@ -24,7 +24,9 @@ from tools.benchmark import tables
 CPU_CASES = "throughput", "time_to_loss", "overhead", "memory", "exactness", "checkpoint_stall", "startup", "generation"
 # The module of each case, in which a function of the same name yields groups.
 CASES: dict[str, str] = dict.fromkeys(CPU_CASES, "tools.benchmark.cpu")
-CASES |= {"gpu": "tools.benchmark.gpu", "curve": "tools.benchmark.curve"}
+CASES |= dict.fromkeys(("gpu", "small_models", "small_batches"), "tools.benchmark.gpu")
+CASES |= dict.fromkeys(("bits", "small_programs", "small_to_loss"), "tools.benchmark.gpu_programs")
+CASES |= {"curve": "tools.benchmark.curve"}
 STARTED = time.monotonic()
 
 
@@ -98,7 +100,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
     parser.add_argument("--text", type=Path, help="a text file; the published figures are of tinyshakespeare")
-    parser.add_argument("--corpus", type=Path, help="a corpus of data.prepare, for curve")
+    parser.add_argument("--corpus", type=Path, help="a corpus of data.prepare, for curve and small_to_loss")
     parser.add_argument("--quick", action="store_true", help="run in seconds in the smallest sizes, and only print")
     parser.add_argument("--budget_seconds", type=float, default=math.inf, help="start no group later than this")
     parser.add_argument("--resume", action="store_true", help="measure only the groups that are missing or failed")
@@ -107,8 +109,8 @@ def main() -> int:
     options.text = options.text or (tables.PAGE if options.quick else None)  # any text will do
     if options.case == "time_to_loss" and not options.text:
         parser.error("time_to_loss needs --text FILE")
-    if options.case == "curve" and not (options.corpus or options.quick):
-        parser.error("curve needs --corpus DIR")
+    if options.case in ("curve", "small_to_loss") and not (options.corpus or options.quick):
+        parser.error(f"{options.case} needs --corpus DIR")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running program, too
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     figures, left_out = run_case(options.case, options)

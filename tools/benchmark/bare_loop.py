@@ -76,7 +76,7 @@ def main() -> None:
 def build_peer(
     path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
 ) -> tuple[nn.Module, Optimizer]:
-    """Return nanoGPT's model in the shape of `config`, without biases and dropout, and its optimizer."""
+    """Return nanoGPT's model in the shape of `config`, without biases, and its optimizer."""
     # Imported under another name, because our package is called `model` too.
     spec = importlib.util.spec_from_file_location("nanogpt_model", path / "model.py")
     assert spec, path
@@ -84,7 +84,7 @@ def build_peer(
     theirs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(theirs)
     sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
-    peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=0.0, bias=False, **sizes)
+    peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=config.dropout, bias=False, **sizes)
     # On the device: initialising a billion weights takes a CPU many seconds. nanoGPT prints while it does.
     with torch.device(device), redirect_stdout(sys.stderr):
         network = theirs.GPT(peer)

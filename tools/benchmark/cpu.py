@@ -147,10 +147,10 @@ def speed_settings(log_every: int, folder: str) -> dict:
 
 
 def measure_speed(command: list[str], tokens: int, cwd: Path = ROOT, env: Mapping[str, str] = {}) -> dict[str, float]:
-    """Return the median speed of a training that logs a line each `tokens` tokens."""
+    """Return the median speed of a training that logs a line each `tokens` tokens, and the seconds to its first."""
     logged = [seconds for seconds, line in run_command(command, cwd, env) if line.startswith(LOGGED)]
     intervals = [end - start for start, end in pairwise(logged[WARM_UP:])]
-    return {"tokens_per_second": tokens / statistics.median(intervals)}
+    return {"tokens_per_second": tokens / statistics.median(intervals), "start_seconds": logged[0]}
 
 
 def model_settings(**sizes: int | str | bool) -> dict[str, object]:
@@ -196,18 +196,20 @@ def throughput(options: Namespace) -> Iterator[Group]:
             yield f"{layers} x {width}, context {context}, batch {batch}", ours | theirs, baselines
 
 
+def run_to_target(command: list[str], target: float, cwd: Path = ROOT, env: Mapping[str, str] = {}) -> dict:
+    """Train; return the first validation loss of at most `target`, else the last, and its seconds from the launch."""
+    found = [(s, re.search(r"val.loss (?:= )?([\d.]+)", line)) for s, line in run_command(command, cwd, env)]
+    losses = [(seconds, float(match[1])) for seconds, match in found if match]
+    seconds, loss = next((pair for pair in losses if pair[1] <= target), losses[-1])
+    return {"seconds": seconds, "val/loss": loss}
+
+
 def time_to_loss(options: Namespace) -> Iterator[Group]:
     """Seconds from launch to a validation loss of 1.88 nats/character on --text, another seed in each round.
 
     Preparing the corpus is not counted. A program that never gets there is measured at its last evaluation.
     """
     target, seeds, recipe = math.inf if options.quick else 1.88, count(), dict(RECIPE_FOR_A_CPU)
-
-    def run_to_target(command: list[str], cwd: Path = ROOT) -> dict:
-        found = [(s, re.search(r"val.loss (?:= )?([\d.]+)", line)) for s, line in run_command(command, cwd)]
-        losses = [(seconds, float(match[1])) for seconds, match in found if match]
-        seconds, loss = next((pair for pair in losses if pair[1] <= target), losses[-1])
-        return {"seconds": seconds, "val/loss": loss}
 
     with tempfile.TemporaryDirectory() as folder:
         prepare_characters(options.text, corpus := Path(folder, "corpus"))
@@ -218,14 +220,14 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
 
         def ours() -> dict:
             out_dir = Path(folder, str(seed := next(seeds)))
-            figures = run_to_target(train_command(settings | {"out_dir": out_dir, "name": "run", "seed": seed}))
+            figures = run_to_target(train_command(settings | {"out_dir": out_dir, "name": "run", "seed": seed}), target)
             return figures | {"tokens": list(read_rows(out_dir / "run" / "metrics.jsonl"))[-1]["train/tokens"]}
 
         cases: dict[str, Case] = {"ours": ours}
         if options.nanogpt:
             peer = NanoGPT.on_characters(options.nanogpt, options.text)
             tokens = {"tokens": math.prod(recipe[name] for name in ("max_iters", "batch_size", "block_size"))}
-            cases["nanoGPT"] = lambda: run_to_target(peer.command(**recipe), peer.cwd) | tokens
+            cases["nanoGPT"] = lambda: run_to_target(peer.command(**recipe), target, peer.cwd) | tokens
         yield "to 1.88 nats/character", cases, {"ours": ["nanoGPT"]}
 
 

@@ -1,6 +1,6 @@
-"""Speed and memory of a training step on one GPU.
+"""Speed and memory of a training step on one GPU, and what `cuda_graph` gains with small models and small batches.
 
-Two GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, and
+GPT-2 shapes in bfloat16 on random tokens in device memory, beside nanoGPT if --nanogpt names a checkout, and
 without the chunked loss. All variants of a group exist at the same time and are interleaved, so that a GPU that slows
 down slows all of them. FLOP/s are compared with those of a bfloat16 product of large matrices and with the data sheet
 (MFU). Peak memory excludes the other variants. A profile lists the kernels. --quick runs everything in miniature,
@@ -10,11 +10,12 @@ as a test, on the CPU if there is no GPU.
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,9 @@ from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel, build_on_meta_device
 from tools.benchmark.bare_loop import build_peer
-from train import train_step
+from tools.benchmark.cpu import Group
+from train import forward_backward, train_step, warm_up
+from training.cuda_graph import GraphedMicroBatch
 from training.optimizer import build_optimizer
 from training.prepare_model import missing_compiler, prepare_network
 from training.results import Results
@@ -42,15 +45,47 @@ OPTIMIZER, GRAD_CLIP = OptimizerConfig(lr=1e-4), 1.0  # other values are the def
 COMPILED_REGION = "Torch-Compiled Region"
 ANNOTATIONS = (COMPILED_REGION, "CompiledFunction", "TorchDynamo", "ProfilerStep", "Optimizer.", "##")
 BACKENDS = {name: getattr(SDPBackend, f"{name.upper()}_ATTENTION") for name in ("flash", "cudnn", "efficient")}
-SETTINGS = {"ours": {}, "whole_loss": {"chunked_loss": False}}  # settings of train.py
-CASES = {  # shape, context, batch, variants, attention backend; the most interesting first
-    "124m_1024": ("124M", 1024, 32, ["ours", PEER, "whole_loss"], None),
-    "1.3b_4096": ("1.3B", 4096, 4, ["ours", PEER], None),
-    # One backend for a whole group: compiled code does not notice a change of it.
-    **{f"124m_1024_{backend}": ("124M", 1024, 32, ["ours"], backend) for backend in BACKENDS},
-    "124m_4096": ("124M", 4096, 8, ["ours", PEER], None),
-    "1.3b_1024": ("1.3B", 1024, 16, ["ours", PEER], None),
+GRAPH, EAGER = {"cuda_graph": True}, {"compile": False}
+MUON = {"optimizer": OPTIMIZER.replace(name="muon")}
+SETTINGS: dict[str, dict[str, Any]] = {  # settings of train.py
+    **{"ours": {}, "whole_loss": {"chunked_loss": False}, "graph": GRAPH, "uncompiled": EAGER},
+    **{"uncompiled, graph": EAGER | GRAPH, "muon": MUON, "muon, graph": MUON | GRAPH},
 }
+SHAPES = {
+    "124M": (12, 12, 768, 50304),
+    "1.3B": (24, 16, 2048, 50304),
+    "11M": (6, 6, 384, 256),
+    "stories": (2, 4, 128, 266),
+}
+
+
+class Case(NamedTuple):
+    """A group: a shape, and its variants, which are compared."""
+
+    shape: str
+    context: int
+    batch: int
+    variants: list[str]
+    backend: str | None = None
+    """Of attention; one for a whole group, because compiled code does not notice a change of it."""
+    micro_batches: int = 1
+    """Parts of the batch."""
+    dropout: float = 0.0
+
+
+CASES = {  # the most interesting first
+    "124m_1024": Case("124M", 1024, 32, ["ours", PEER, "whole_loss"]),
+    "1.3b_4096": Case("1.3B", 4096, 4, ["ours", PEER]),
+    **{f"124m_1024_{backend}": Case("124M", 1024, 32, ["ours"], backend) for backend in BACKENDS},
+    "124m_4096": Case("124M", 4096, 8, ["ours", PEER]),
+    "1.3b_1024": Case("1.3B", 1024, 16, ["ours", PEER]),
+}
+SMALL_MODELS = {
+    "11m_256": Case("11M", 256, 64, [*(name for name in SETTINGS if name != "whole_loss"), PEER], dropout=0.2),
+    "11m_256_4_parts": Case("11M", 256, 64, ["ours", "graph"], micro_batches=4, dropout=0.2),
+    "stories_128": Case("stories", 128, 32, ["ours", "graph"]),
+}
+SMALL_BATCHES = {f"124m_1024_{batch}": Case("124M", 1024, batch, ["ours", "graph", PEER]) for batch in (8, 16, 32)}
 # The last trains a step; with `wait` it waits for the device and returns the loss of the step.
 Built = tuple[nn.Module, Optimizer, Callable[[bool], float | None]]
 
@@ -59,16 +94,16 @@ class Scale(NamedTuple):
     """Device, model shapes and duration of the measurements."""
 
     device: str = "cuda"
-    shapes: tuple[tuple[int, ...], ...] = ((12, 12, 768, 50304), (24, 16, 2048, 50304))
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
     backend: str = "inductor"
     product_size: int = 8192
     window_seconds: float = 2.0
     warm_up_steps: int = 5
     context: int | None = None  # replaces the context of every case, with a batch of 1
 
-    def model_config(self, shape: str, context: int) -> GPTConfig:
-        """Return a shape as nanoGPT has it: without biases and dropout, with tied embeddings."""
-        n_layers, n_heads, d_model, vocab_size = self.shapes[["124M", "1.3B"].index(shape)]
+    def model_config(self, shape: str, context: int, dropout: float = 0.0) -> GPTConfig:
+        """Return a shape as nanoGPT has it: without biases, with tied embeddings."""
+        n_layers, n_heads, d_model, vocab_size = self.shapes[shape]
         return GPTConfig(
             vocab_size=vocab_size,
             max_position_embeddings=self.context or context,
@@ -76,34 +111,43 @@ class Scale(NamedTuple):
             n_heads=n_heads,
             d_model=d_model,
             d_ff=4 * d_model,
-            dropout=0.0,
+            dropout=dropout,
             bias=False,
             tie_embeddings=True,
         )
 
 
 # The context exceeds 256, up to which eager attention replaces the backends on a CPU (model/attention.py).
-MINIATURE = Scale("cpu", ((1, 2, 32, 64), (2, 2, 32, 64)), "eager", 64, 0.0, 2, context=340)
+TINY = dict.fromkeys(SHAPES, (1, 2, 32, 64)) | {"1.3B": (2, 2, 32, 64)}
+MINIATURE = Scale("cpu", TINY, "eager", 64, 0.0, 2, context=340)
 
 
-def build_ours(config: GPTConfig, tokens: Tensor, scale: Scale, **settings: Any) -> Built:
-    """Build this repository's model and a step of the loop in train.py."""
+def build_ours(config: GPTConfig, micro_batches: Sequence[Tensor], scale: Scale, **settings: Any) -> Built:
+    """Build this repository's model and a step of the loop in train.py, as its `build_state` does."""
     accelerator = Accelerator(mixed_precision="bf16", cpu=scale.device == "cpu")
     with torch.device(scale.device) as device:  # initialising a billion weights takes a CPU many seconds
         network = GPTModel(config)
-    schedule = ScheduleConfig(name="constant")
-    run = TrainConfig(compile=scale.backend == "inductor", tf32=True, schedule=schedule, **settings)
+    values: dict[str, Any] = {"schedule": ScheduleConfig(name="constant"), "optimizer": OPTIMIZER, "tf32": True}
+    values |= {"compile": True} | settings
+    uses_backend = values["compile"] and scale.backend != "inductor"
+    if uses_backend:
+        values["compile"] = False
+    run = TrainConfig(**values)
     prepare_network(network, run, device)
-    for block in network.blocks if not run.compile else ():
+    for block in network.blocks if uses_backend else ():
         block.compile(backend=scale.backend)
-    optimizer = build_optimizer(network, OPTIMIZER)
+    optimizer = build_optimizer(network, run.optimizer)
     model, results = accelerator.prepare_model(network), Results(0, 1, accelerator.device)
     state = TrainState(run, accelerator, network, model, optimizer, results)
+    batches = [{"input_ids": tokens, "labels": tokens} for tokens in micro_batches]
+    if run.cuda_graph:
+        state.graph = GraphedMicroBatch(partial(forward_backward, state), state.parameters)
+        warm_up(state, batches[0])
     completed_steps = 0
 
     def step(wait: bool = False) -> float | None:
         nonlocal completed_steps
-        train_step(state, completed_steps, [{"input_ids": tokens, "labels": tokens}])
+        train_step(state, completed_steps, batches)
         result = results.read(wait)
         completed_steps += 1
         return result.means["loss"] if wait and result else None
@@ -164,6 +208,8 @@ class Variant:
             seconds = mean_seconds(partial(self.step, False), 1)
         self.window_steps = max(1, round(self.scale.window_seconds / seconds))
         self.constants = {"parameters": parameters, "first_loss": first_loss, "kernels": self.profile_kernels()}
+        for quantity in ("milliseconds_a_step", "launches_a_step"):  # of the table
+            self.constants[quantity] = str(self.constants["kernels"].get(quantity, ""))
         release_memory()
         self.resting_bytes = torch.cuda.memory_allocated() - before
 
@@ -199,6 +245,7 @@ class Variant:
         return {  # torch.compile falls back to eager code silently; then no region is counted
             "compiled_regions_a_step": sum(row.count for row in regions) / steps,
             "milliseconds_a_step": round(total / 1000 / steps, 3),
+            "launches_a_step": round(sum(row.count for row in rows) / steps),
             "top": {
                 row.key[:160]: [round(getattr(row, time_attribute) / total, 4), row.count / steps] for row in rows[:top]
             },
@@ -213,36 +260,41 @@ def measure_product(scale: Scale) -> dict[str, float]:
     return {"flops_per_second": 2 * size**3 / mean_seconds(lambda: one @ other, 20)}
 
 
-def build_cases(name: str, scale: Scale, peer: Path | None) -> tuple[dict[str, Callable], dict[str, list[str]]]:
+def build_cases(case: Case, scale: Scale, peer: Path | None) -> tuple[dict[str, Callable], dict[str, list[str]]]:
     """Return the large product and the variants of a case, and their baselines."""
-    shape, context, batch, names, _ = CASES[name]
-    config = scale.model_config(shape, context)
-    size = 1 if scale.context else batch, config.max_position_embeddings
+    config = scale.model_config(case.shape, case.context, case.dropout)
+    size = case.micro_batches if scale.context else case.batch, config.max_position_embeddings
     tokens = torch.randint(config.vocab_size or 0, size, device=scale.device)
     flops_per_token = build_on_meta_device(config).flops_per_token(tokens.shape[1])
-    builders = {name: partial(build_ours, config, tokens, scale, **SETTINGS[name]) for name in names if name != PEER}
-    if PEER in names and peer:
-        builders[PEER] = partial(build_nanogpt, config, tokens, scale, peer)
+    micro_batches, builders = tokens.chunk(case.micro_batches), {}
+    for name in case.variants:
+        if name == PEER and peer:
+            builders[PEER] = partial(build_nanogpt, config, tokens, scale, peer)
+        elif name != PEER and (scale.device == "cuda" or not SETTINGS[name].get("cuda_graph")):
+            builders[name] = partial(build_ours, config, micro_batches, scale, **SETTINGS[name])
     cases = {name: Variant(build, tokens.numel(), flops_per_token, scale) for name, build in builders.items()}
     baselines = {name: [PRODUCT, PEER, "ours"] if name != PEER else [PRODUCT] for name in cases}
     return {PRODUCT: partial(measure_product, scale), **cases}, baselines
 
 
-def gpu(options: Namespace) -> Iterator[tuple[str, dict[str, Callable], dict[str, list[str]]]]:
+def measure_groups(groups: dict[str, Case], options: Namespace) -> Iterator[Group]:
     """Yield every group; clear it, and the compiler's cache, after it was measured."""
     scale = Scale()
     if options.quick:
         scale = MINIATURE._replace(device="cuda" if torch.cuda.is_available() else "cpu")
     if not options.quick and not torch.cuda.is_available():
-        sys.exit("gpu: no GPU was found; --quick tests this case on a CPU")
+        sys.exit("no GPU was found; --quick tests this case on a CPU")
     if not options.quick and (missing := missing_compiler(torch.device("cuda"))):
-        sys.exit(f"gpu: the blocks would not be compiled: {missing}")
+        sys.exit(f"the blocks would not be compiled: {missing}")
     # The cache's key does not include the attention backend, so that a group would get the code of another.
     torch._functorch.config.enable_autograd_cache = False
-    for name, (*_, backend) in CASES.items():
-        cases, baselines = build_cases(name, scale, options.nanogpt)
-        with sdpa_kernel(BACKENDS[backend]) if backend else nullcontext():
+    for name, case in groups.items():
+        cases, baselines = build_cases(case, scale, options.nanogpt)
+        with sdpa_kernel(BACKENDS[case.backend]) if case.backend else nullcontext():
             yield name, cases, baselines
         cases.clear()
         torch.compiler.reset()  # torch.compile caches at most eight shapes of a function
         release_memory()
+
+
+gpu, small_models, small_batches = (partial(measure_groups, groups) for groups in (CASES, SMALL_MODELS, SMALL_BATCHES))

@@ -48,10 +48,10 @@ class Part(NamedTuple):
 def build_parts(options: argparse.Namespace) -> dict[str, Part]:
     """Return all parts in their order, the questions on which others depend first."""
 
-    def case(name: str, question: str, limit: float, corpus: str = "", budget: float | None = None) -> Part:
+    def case(name: str, question: str, limit: float, budget: float, corpus: str = "", rounds: int = 3) -> Part:
         command = [sys.executable, "-m", "tools.benchmark", name, "--resume"]
-        command += ["--quick"] * options.quick
-        command += ["--budget_seconds", str(limit / 2 if budget is None else budget)] * (not options.quick)
+        own = ["--budget_seconds", str(budget), "--rounds", str(rounds)]
+        command += ["--quick"] if options.quick else own
         command += ["--nanogpt", str(options.nanogpt)] if options.nanogpt else []
         needs = options.corpora / corpus if corpus and not options.quick else None
         command += ["--corpus", str(needs)] if needs else []
@@ -61,12 +61,19 @@ def build_parts(options: argparse.Namespace) -> dict[str, Part]:
     workers = ["--numprocesses", "8"] if importlib.util.find_spec("xdist") else []  # these share the GPU
     pytest = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", *workers, *marked]
     return {
+        "bits": case("bits", "does cuda_graph capture, and train the same bits?", 590, budget=400, rounds=1),
+        "small_models": case("small_models", "does it speed up a step of small models?", 590, budget=300),
+        "small_batches": case("small_batches", "and of 124M with small batches?", 590, budget=300),
+        "small_programs": case(
+            "small_programs", "and the whole train.py, beside nanoGPT's?", 590, budget=300, rounds=2
+        ),
+        "small_to_loss": case("small_to_loss", "which recipe has 1.47 nats first?", 590, 300, "shakespeare", rounds=2),
         "tests": Part(
-            "do the guarantees hold?", 300, pytest, shown=r"^(FAILED|ERROR)|(passed|failed|skipped|error).* in "
+            "do the guarantees hold?", 590, pytest, shown=r"^(FAILED|ERROR)|(passed|failed|skipped|error).* in "
         ),
         "gpu": case("gpu", "how fast and large is a step of 124M and 1.3B?", 590, budget=420),
         # A program of the curve is a group, and one fits into a call.
-        "curve": case("curve", "when does 124M reach a loss, and nanoGPT?", 590, "linux", budget=1),
+        "curve": case("curve", "when does 124M reach a loss, and nanoGPT?", 590, 1, "linux", rounds=1),
     }
 
 
@@ -139,7 +146,7 @@ def main() -> int:
     """Run what is missing and print the page; return 0 if all is done, 1 if a part failed, 75 to be run again."""
     parser = argparse.ArgumentParser("tools.benchmark.session", description=__doc__)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
-    parser.add_argument("--corpora", type=Path, default=Path("corpora"), help="the folder of the corpora; curve: linux")
+    parser.add_argument("--corpora", type=Path, default=Path("corpora"), help="has the corpora shakespeare and linux")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder of results and logs")
     parser.add_argument("--budget_seconds", type=float, default=590, help="start no part that may end later than this")
     parser.add_argument("--quick", action="store_true", help="run everything in miniature, as a test")

@@ -24,16 +24,21 @@ ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
 SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds/step"}, {"peak_mib": "peak, MiB"}
+KERNELS = {"milliseconds_a_step": "ms of kernels", "launches_a_step": "kernels", "peak_gib": "peak, GiB"}
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
     "memory": PEAK | STEP,
     "curve": SPEED | {"val/loss": "last validation loss, nats/token", "seconds": "seconds from the launch"},
+    **dict.fromkeys(("small_models", "small_batches"), SPEED | KERNELS),
+    "bits": {"digest": "digest", "seconds": "seconds"},
+    "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
+    "small_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
 }
 SAME = ("machine", "gpu"), ("machine", "cpu"), ("versions", "torch"), ("versions", "code")  # to resume a result
 MANY = 6  # from this number of rounds on, ranges are interquartile
-NO_RATIO = {"val/loss", "tokens", "flops_per_second", "mfu"}
+NO_RATIO = {"digest", "val/loss", "tokens", "flops_per_second", "mfu"}
 
 
 def machine() -> dict[str, str | int | float]:
