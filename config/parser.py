@@ -1,7 +1,8 @@
 """Parse config files and command lines into settings; report all problems together, as `setting: value; remedy`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -153,20 +154,11 @@ class _Given:
 
     def read_file(self, file: str) -> None:
         """Read the settings of a YAML file."""
-        try:
+        with self._collect_problem(file):
             node = compose(expand_user_path("config", file).read_text(encoding="utf-8"))
-            if isinstance(node, yaml.MappingNode):
-                self._read_mapping(node, file)
-            else:
-                self.problems.append(f"{file}: no line has the form `setting: value`")
-        except OSError as error:
-            self.problems.append(f"config: {file}: {error.strerror}")
-        except ConfigError as error:
-            self.problems.append(str(error))
-        except UnicodeDecodeError as error:
-            self.problems.append(f"{file}: not UTF-8 text: {error}")
-        except (yaml.YAMLError, RecursionError) as error:
-            self.problems.append(f"{file}: {_explain_yaml(error)}")
+            if not isinstance(node, yaml.MappingNode):
+                raise ConfigError("no line has the form `setting: value`")
+            self._read_mapping(node, file)
 
     def read_option(self, name: str, text: str) -> None:
         """Read a setting of the command line. Lists, mappings and sections are YAML; other values are literal."""
@@ -174,14 +166,12 @@ class _Given:
         if field is None or not (section_class(field) or _has_items(field.annotation)):
             self._set(name, None if text == "null" else text)
             return
-        try:
+        with self._collect_problem(f"{name}: {text}"):
             node = compose(text)
             if isinstance(node, yaml.MappingNode) and section_class(field):
                 self._read_mapping(node, "", f"{name}.")
             else:
                 self._set(name, construct(node) if node else text)
-        except (yaml.YAMLError, RecursionError) as error:
-            self.problems.append(f"{name}: {text}: {_explain_yaml(error)}")
 
     def drop_section(self, section: str) -> None:
         """Forget the settings of a section that come from config files."""
@@ -199,6 +189,21 @@ class _Given:
         if self.problems:
             raise ConfigError("\n".join(self.problems))
         return settings
+
+    @contextmanager
+    def _collect_problem(self, source: str) -> Iterator[None]:
+        """Collect an error of reading YAML as a problem of a file or an option."""
+        try:
+            yield
+        except OSError as error:
+            self.problems.append(f"config: {source}: {error.strerror}")
+        except RecursionError:
+            self.problems.append(f"{source}: nested too deeply")
+        except yaml.MarkedYAMLError as error:
+            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            self.problems.append(f"{source}: {line}{error.problem}")
+        except (ConfigError, UnicodeDecodeError, yaml.YAMLError) as error:
+            self.problems.append(f"{source}: {error}")
 
     def _read_mapping(self, node: yaml.MappingNode, file: str, prefix: str = "", seen: set[str] | None = None) -> None:
         """Read the settings of a mapping and of the sections in it; `optimizer.lr` may also be a key of its own."""
@@ -229,11 +234,3 @@ class _Given:
 def _has_items(annotation: Any) -> bool:
     """Return whether a type is a list, tuple or dict, or a union with one."""
     return get_origin(annotation) in (list, tuple, dict) or any(map(_has_items, get_args(annotation)))
-
-
-def _explain_yaml(error: yaml.YAMLError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        return f"line {error.problem_mark.line + 1}: {error.problem}"
-    return str(error)

@@ -13,6 +13,8 @@ from config.paths import expand_user_path
 from model.config import GPTConfig
 from model.settings import NonNegativeInt, PositiveInt, Settings
 
+DecayRate = Annotated[float, Ge(0), Lt(1)]
+
 
 class DataConfig(Settings):
     """Training and validation data."""
@@ -46,7 +48,7 @@ class DataConfig(Settings):
     num_samples: PositiveInt = 1000
     """sources random and stories: number of sequences in the training set."""
 
-    facts: NonNegativeInt = 0
+    facts: Annotated[int, Ge(0), Le(65_536)] = 0
     """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: none.
     Stories with facts have less of a plot."""
 
@@ -64,27 +66,24 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List the settings that do not fit the source."""
-        if self.source == "text":
-            num_given = (self.path is not None) + bool(self.mix)
-            needs = "data.source: text needs one of data.path (a folder written by data.prepare) and data.mix (several)"
-            return ([needs] if num_given != 1 else []) + self._facts_problems()
-        if self.source not in ("random", "stories"):  # a source that a fork added, which may use any of these settings
-            return []
-        text_settings = {"path": self.path, "mix": self.mix, "hash": self.hash}
-        given = {name: value for name, value in text_settings.items() if value is not None}
-        given |= {"packing": self.packing} if self.packing != "concat" else {}
-        return [
+        """List the settings that do not fit the source. Those that a fork added may use any."""
+        unused = {}
+        if self.source in ("random", "stories"):
+            packing = None if self.packing == "concat" else self.packing  # concat is the default
+            unused = {"path": self.path, "mix": self.mix, "hash": self.hash, "packing": packing}
+        problems = [
             f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
-            for name, value in given.items()
-        ] + self._facts_problems()
-
-    def _facts_problems(self) -> list[str]:
-        if self.facts > 65536:
-            return [f"data.facts: {self.facts} is too large; use at most 65536"]
-        if self.facts and self.source != "stories":
-            return [f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"]
-        return []
+            for name, value in unused.items()
+            if value is not None
+        ]
+        if self.source == "text" and (self.path is not None) + bool(self.mix) != 1:
+            needed = "data.path (a folder written by data.prepare) and data.mix (several)"
+            problems.append(f"data.source: text needs one of {needed}")
+        if self.facts and self.source in ("random", "text"):
+            problems.append(
+                f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"
+            )
+        return problems
 
 
 class OptimizerConfig(Settings):
@@ -101,7 +100,7 @@ class OptimizerConfig(Settings):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices. Biases, norm gains and other vectors are not decayed."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of two exponential moving averages. adamw: the gradient and its square; muon: the gradient and the
     mean square of each row of the update."""
 
@@ -122,7 +121,7 @@ class ScheduleConfig(Settings):
     """Number of steps at the end of the run over which the learning rate decays. null: all steps after the warm-up
     with linear and cosine, the last fifth of the run with wsd."""
 
-    min_lr_ratio: NonNegativeFloat = 0.0
+    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     batch_warmup_from: PositiveInt | None = None
@@ -247,7 +246,7 @@ class TrainConfig(Settings):
     micro_batch_size: PositiveInt = 8
     """Sequences in one forward and backward pass of a process."""
 
-    seq_len: PositiveInt = 128
+    seq_len: Annotated[int, Ge(2), Lt(2**63)] = 128
     """Sequence length in tokens."""
 
     resume: Literal["auto", "never"] = "auto"
@@ -354,7 +353,6 @@ class TrainConfig(Settings):
             *self.tracking.problems(),
             *self._path_problems(),
             *(self._model_problems() if has_model else []),
-            *self._data_problems(),
             *self._batch_and_exact_problems(num_processes),
             *self._schedule_problems(),
             *self._other_problems(),
@@ -385,14 +383,6 @@ class TrainConfig(Settings):
             yield f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
         if self.data.source == "random" and self.model.vocab_size is None:
             yield "model.vocab_size: null means the tokenizer's, but data.source: random has no tokenizer; set a number"
-
-    def _data_problems(self) -> Iterator[str]:
-        """Check the number and the length of sequences."""
-        if self.seq_len < 2:
-            yield f"seq_len: {self.seq_len} leaves nothing to predict; use 2 or more"
-        if self.data.source != "text" and self.evaluation.num_samples is None:
-            endless = f"the validation set of data.source: {self.data.source} is endless"
-            yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
 
     def _batch_and_exact_problems(self, num_processes: int) -> Iterator[str]:
         sizes = {
@@ -428,8 +418,6 @@ class TrainConfig(Settings):
 
     def _schedule_problems(self) -> Iterator[str]:
         schedule = self.schedule
-        if schedule.min_lr_ratio > 1:
-            yield f"schedule.min_lr_ratio: {schedule.min_lr_ratio} exceeds the peak; use at most 1"
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
             yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}; lower it"
@@ -457,10 +445,8 @@ class TrainConfig(Settings):
             )
 
     def _other_problems(self) -> Iterator[str]:
-        """Check the optimizer's betas, the checkpoints to keep, the CUDA graph and the steps to profile."""
-        checkpoint, betas = self.checkpoint, self.optimizer.betas
-        if not all(0 <= beta < 1 for beta in betas):
-            yield f"optimizer.betas: {list(betas)} are two decay rates; use numbers from 0 to below 1"
+        """Check the checkpoints to keep, the CUDA graph and the steps to profile."""
+        checkpoint = self.checkpoint
         if checkpoint.keep_every % checkpoint.every:
             yield (
                 f"checkpoint.keep_every: {checkpoint.keep_every} is not a multiple of checkpoint.every: "
@@ -469,6 +455,9 @@ class TrainConfig(Settings):
         if self.cuda_graph and self.activation_checkpointing:
             reason = "activation_checkpointing: true, which saves the state of random generators on the host"
             yield f"cuda_graph: true cannot capture {reason}; set one of them to false"
+        if self.data.source != "text" and self.evaluation.num_samples is None:
+            endless = f"the validation set of data.source: {self.data.source} is endless"
+            yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
         if self.profile and self.profile[0] > self.profile[1]:
             yield f"profile: {list(self.profile)} is not the first and the last step; put the smaller first"
         elif self.profile and self.profile[0] > self.steps:

@@ -55,7 +55,6 @@ def test_parsed_numbers_are_plain():
         "--evaluation.num_samples -1": "evaluation.num_samples: -1 must be a positive integer or null",
         "--profile 3": "profile: 3 must be [a positive integer, a positive integer] or null",
         "--resume maybe": "resume: maybe must be one of auto, never",
-        "--config ~nouser/x.yaml": "config: '~nouser/x.yaml' names a user that this machine does not have",
         "--config /nowhere.yaml": "config: /nowhere.yaml: No such file or directory",
     }.items(),
 )
@@ -165,7 +164,7 @@ def test_typo_in_config_file_is_named(tmp_path):
     recipe.write_text("steps: [1")
     assert "line 1" in refusal("--config", str(recipe))
     recipe.write_bytes(b"name: \xff")
-    assert "UTF-8" in refusal("--config", str(recipe))
+    assert "utf-8" in refusal("--config", str(recipe))
 
 
 def test_null_is_refused_where_it_has_no_meaning(tmp_path):
