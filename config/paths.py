@@ -1,12 +1,18 @@
 """Paths in settings."""
 
+import os
 from pathlib import Path
 
 from config.errors import ConfigError
 
 
 def expand_user_path(setting: str, path: str | Path) -> Path:
-    """Expand ~ or ~USER in a path; raise ConfigError, which names `setting`, if there is no such user."""
+    """Expand ~ or ~USER in a path.
+
+    Raise ConfigError, which names `setting`, if there is no such user, or the path has an environment variable.
+    """
+    if (expanded := os.path.expandvars(path)) != str(path):
+        raise ConfigError(f"{setting}: {str(path)!r} has a variable that only a shell expands; write {expanded!r}")
     try:
         return Path(path).expanduser()
     except RuntimeError:

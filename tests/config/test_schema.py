@@ -149,6 +149,7 @@ def test_every_setting_is_documented(capsys):
         (["--schedule.min_lr_ratio", "1.5"], ["schedule.min_lr_ratio", "1.5", "1"]),
         (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random is endless"]),
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
+        (["--out_dir", "${PATH}/x"], ["out_dir: '${PATH}/x' has a variable that only a shell expands"]),
     ],
 )
 def test_wrong_setting_is_refused_with_its_value(arguments, named):
