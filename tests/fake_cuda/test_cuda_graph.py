@@ -123,9 +123,15 @@ def with_short_sequences(state, step, micro_batches, *arguments, **more):
 train.train_step = with_short_sequences
 run_and_exit("train")
 """
-OTHER_SCALES = """
+OTHER_SCALES_AND_METRIC = """
 import train
 from cli.scripts import run_and_exit
+from model.gpt import GPTModel
+forward = GPTModel.forward
+def with_metric(model, **inputs):
+    output, tokens = forward(model, **inputs), inputs["input_ids"]
+    return output._replace(metrics={"mean_token": (tokens.sum(), float(tokens.numel()))})
+GPTModel.forward = with_metric
 train.loss_scale = lambda precision, step, skipped: 2.0 ** (step % 3)  # as fp16 after an overflow
 run_and_exit("train")
 """
@@ -148,7 +154,7 @@ def run_fork(source, program, *arguments):
     return forked.run(str(program), [*words, str(program.parent)], 0, fake_gpus(1))
 
 
-@pytest.mark.parametrize("source", [OTHER_LENGTHS, OTHER_SCALES], ids=["lengths", "loss scales"])
+@pytest.mark.parametrize("source", [OTHER_LENGTHS, OTHER_SCALES_AND_METRIC], ids=["lengths", "loss scales"])
 def test_graph_is_captured_again(source, folder, tmp_path):
     rows = []
     for name, graph in {"eager": [], "graphed": GRAPH}.items():
