@@ -1,11 +1,12 @@
-"""An arm of an experiment: code, launch and settings, and the runs that train them."""
+"""Code, launch and settings that are trained with one seed or several."""
 
 import json
+import math
 import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,24 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.schema import flat_settings
 from data.files import sha256 as hash_file
-from run.directory import Run, surviving_sessions
+from run.directory import Run
 from tools.experiment.config_files import copy_config_files
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job
+from tools.scale.recipe import LR_POWER
 
 # Settings and sections in which the runs of one arm may differ.
 PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
 PER_RUN_SECTIONS = {"tracking", "checkpoint"}
-# Facts of a session that all runs of an arm share.
-SESSION_FACTS = ("mixed_precision", "processes", "shards", "code")
 EXIT_REFUSED = 2  # train.py's exit code for wrong settings
-
-
-class ArmFailed(Exception):
-    """An arm cannot be trained or measured; the message says why."""
+WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
+CANDIDATE = Path(__file__).with_name("candidate.py")
+LOSS, EXCESS_LOSS = "val/loss", "val/excess_loss"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Code, launch and settings that are trained with several seeds."""
+    """Code, launch and settings of runs in a lab."""
 
     code: Path
     """Folder of train.py."""
@@ -45,21 +44,21 @@ class Arm:
     """Command line without name, seed and output folder; its config files are copies, which edits do not reach."""
     settings: dict[str, Any]
     """Settings that the words resolve to in this code, by `section.name`."""
-    runs: Path
+    lab: Path
     inputs: tuple[str, ...] = ()
     """Hashes of the corpora and of the initial weights."""
-    first_seed: int = 0
+    is_judged: bool = False
+    """Whether the code is not trusted: tools/experiment/judge.py then computes the loss of its runs."""
 
     @classmethod
-    def resolve(cls, code: Path, launch: Launch, words: list[str], runs: Path) -> "Arm":
+    def resolve(cls, code: Path, launch: Launch, words: list[str], lab: Path, is_judged: bool = False) -> "Arm":
         """Resolve the words to settings with the arm's own code.
 
         Raises:
             ConfigError: the code refuses the words.
-            ArmFailed: the code crashes.
+            RunError: the code crashes.
         """
-        copies = runs.parent / "configs"
-        words = copy_config_files(words, copies, code)
+        words = copy_config_files(words, lab / "configs", code)
         done = subprocess.run(
             [sys.executable, str(code / "train.py"), *words, "--print_config"],
             capture_output=True,
@@ -68,15 +67,15 @@ class Arm:
         )
         if done.returncode:
             message = done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}"
-            message = re.sub(rf"{re.escape(str(copies))}/[0-9a-f]+/", "", message)
+            message = re.sub(rf"{re.escape(str(lab / 'configs'))}/[0-9a-f]+/", "", message)
             if done.returncode == EXIT_REFUSED:
                 raise ConfigError(message)
-            raise ArmFailed(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
+            raise RunError(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
         if settings["name"] is None:  # as train.py derives it, from the last config file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
             settings["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
-        return cls(code, code_hash(code), launch, tuple(words), settings, runs, input_hashes(settings))
+        return cls(code, code_hash(code), launch, tuple(words), settings, lab, input_hashes(settings), is_judged)
 
     def changed(self, settings: dict[str, Any]) -> "Arm":
         """Return the arm with other values of settings."""
@@ -84,15 +83,11 @@ class Arm:
         words = tuple(f"--{name}={value}" for name, value in written.items())
         return replace(self, words=self.words + words, settings=self.settings | settings)
 
-    @property
-    def compared_settings(self) -> dict[str, Any]:
-        """Settings that every run of the arm shares."""
-        return {name: value for name, value in self.settings.items() if is_shared(name)}
-
     @cached_property
     def digest(self) -> str:
         """Hash of the settings, code, launch and inputs, which differs between arms."""
-        facts = [self.compared_settings, self.code_hash, self.launch.identity, self.inputs]
+        shared = {name: value for name, value in self.settings.items() if is_shared(name)}
+        facts = [shared, self.code_hash, self.launch.identity, self.inputs]
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -100,67 +95,16 @@ class Arm:
         """Prefix of the names of its runs."""
         return f"{self.settings['name']}-{self.digest}"
 
-    @property
-    def train_tokens(self) -> int:
-        """Training tokens of its first run."""
-        return int(self.job(0).run.newest_metrics()["train/tokens"])
-
-    def job(self, index: int) -> Job:
-        """Return the run with the seed `first_seed + index`."""
-        seed = self.first_seed + index
-        name = f"{self.name}-{seed}"
-        own = ["--name", name, "--seed", str(seed), "--out_dir", str(self.runs)]
-        command = (*self.launch.command, str(self.code / "train.py"), *self.words, *own)
-        # The scorer evaluates the weights of the first run; of the others, only metrics are compared.
-        return Job(Run(self.runs / name), self.settings["steps"], command, keep_checkpoints=index == 0)
-
-    def losses(self, n: int, metric: str = "val/loss") -> list[float]:
-        """Return a metric at the last step of the first n runs, all of them finished and checked.
-
-        Raises:
-            ConfigError: one of the runs is not of this arm.
-            RunError: one lacks the metric.
-        """
-        self.check_runs(n)
-        values = []
-        for job in map(self.job, range(n)):
-            row = job.run.newest_metrics()
-            if row["step"] != job.steps or not isinstance(row.get(metric), float):
-                raise RunError(f"{job.run.path} has no {metric} of its last step")
-            values.append(row[metric])
-        return values
-
-    def check_runs(self, n: int) -> None:
-        """Raise ConfigError unless the first n runs were trained as this arm describes, and all in the same way."""
-        expected = {name: value for name, value in self.compared_settings.items() if value is not None}
-        if self.settings.get("init_from"):  # the model's settings are copied from there
-            expected = {name: value for name, value in expected.items() if not name.startswith("model.")}
-        launch = {"mixed_precision": self.launch.precision, "processes": self.launch.processes}
-        expected |= {name: value for name, value in launch.items() if value is not None}
-        # Facts of the first run. Where the arm specifies nothing (an unknown precision), the others must equal it.
-        shared: dict[str, Any] = {}
-        for job in map(self.job, range(n)):
-            for actual in identities(job.run.path, job.steps):
-                shared = shared or actual
-                wanted = shared | expected
-                wrong = [
-                    f"{name}: {actual.get(name)} there, {wanted.get(name)} in this arm"
-                    for name in sorted(wanted.keys() | actual.keys())
-                    if actual.get(name) != wanted.get(name)
-                ]
-                if wrong:
-                    lines = "\n  ".join(wrong)
-                    raise ConfigError(
-                        f"{job.run.path} is not a run of this arm:\n  {lines}\nmove it away, or choose another --lab"
-                    )
-
-    def validation_text(self) -> str | None:
-        """Return the hash of the text that it is evaluated on, independent of the tokenizer; None if unknown."""
-        if self.settings["data.source"] != "text":
-            return None
-        from data.integrity import hash_validation_text  # imports pyarrow, which takes a while
-
-        return hash_validation_text(corpora(self.settings))
+    def job(self, seed: int) -> Job:
+        """Return the run with a seed."""
+        run = Run(self.lab / "runs" / f"{self.name}-{seed}")
+        program = [str(self.code / "train.py")]
+        if self.is_judged:
+            rows = self.lab / "rows" / run.path.name
+            program = [str(CANDIDATE), str(self.code), "train", str(rows)]
+        own = ["--name", run.path.name, "--seed", str(seed), "--out_dir", str(run.path.parent)]
+        command = (*self.launch.command, *program, *self.words, *own)
+        return Job(run, self.settings["steps"], command, keep_checkpoints=self.is_judged)
 
 
 def last_frame(text: str, code: Path) -> str:
@@ -176,19 +120,13 @@ def is_shared(name: str) -> bool:
     return name not in PER_RUN_SETTINGS and name.partition(".")[0] not in PER_RUN_SECTIONS
 
 
-def corpora(settings: dict[str, Any]) -> list[Path]:
-    """Return the folders of the corpora that settings name."""
-    paths = settings.get("data.mix") or filter(None, [settings.get("data.path")])
-    return [Path(path).expanduser() for path in paths]
-
-
 def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
     """Return hashes of the corpora, and of the weights and moments that init_from and branch_from name.
 
-    A name on the Hub has no hash here; `Arm.check_runs` and `check_trained_alike` compare the hashes of the weights
-    that the runs loaded.
+    A name on the Hub has no hash here.
     """
-    hashes = [file_hash(corpus / "metadata.json") for corpus in corpora(settings)]
+    corpora = settings.get("data.mix") or filter(None, [settings.get("data.path")])
+    hashes = [file_hash(Path(corpus).expanduser() / "metadata.json") for corpus in corpora]
     for name in ("init_from", "branch_from"):
         if settings.get(name) and (folder := Path(settings[name]).expanduser()).is_dir():
             # A manifest has the checksums of its checkpoint; the folder of a model has none.
@@ -202,45 +140,37 @@ def file_hash(file: Path) -> str:
     return hash_file(file) if file.is_file() else ""
 
 
-def identities(run: Path, steps: int) -> list[dict[str, Any]]:
-    """Return the settings of a run and the facts of each session that trained it; raise ConfigError if unreadable."""
-    files = run / "config.yaml", run / "sessions.jsonl"
-    try:
-        return _identities(*files, steps, tuple(file.stat().st_mtime_ns for file in files))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{run}: config.yaml or sessions.jsonl cannot be read ({error}); move it away") from None
+def scale_steps(arm: Arm, factor: float) -> Arm:
+    """Return the arm on `factor` times the steps, with a schedule of the same shape and samples in proportion."""
+    changes = {}
+    for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "schedule.batch_warmup_steps"):
+        if value := arm.settings.get(name):
+            changes[name] = max(1, round(factor * value))
+    if "schedule.decay_steps" in changes:  # each was rounded independently
+        longest = changes["steps"] - changes.get("schedule.warmup_steps", 0)
+        changes["schedule.decay_steps"] = max(1, min(changes["schedule.decay_steps"], longest))
+    if arm.settings["data.source"] != "text":
+        changes["data.num_samples"] = max(1, round(factor * arm.settings["data.num_samples"]))
+    return arm.changed(changes) if factor != 1 else arm
 
 
-@cache
-def _identities(config: Path, sessions: Path, steps: int, _modified: tuple[int, ...]) -> list[dict[str, Any]]:
-    stored = flat_settings(yaml.safe_load(config.read_text()))
-    settings = {name: value for name, value in stored.items() if is_shared(name)}
-    rows = Run(config.parent).sessions()
-    if not rows:
-        raise ValueError("no session is recorded")
-    parents = [row.branched_from.digest for row in rows if row.branched_from]
-    shared = settings | {"branched": parents[:1]}
-    return [shared | {name: getattr(row, name) for name in SESSION_FACTS} for row in surviving_sessions(rows, steps)]
+def scale_parameters(arm: Arm, factor: float) -> Arm:
+    """Return the arm with `factor` times the parameters in its blocks, and tokens in proportion.
 
-
-def check_trained_alike(baseline: Arm, candidate: Arm) -> None:
-    """Raise ConfigError if the first runs of two arms had another launch or, from one `init_from`, other weights.
-
-    Digests of arms do not show what a script that launches runs does, nor which weights a name on the Hub stands for.
+    Width, feed-forward width and number of heads grow with the square root, so heads keep their size; depth stays, and
+    the learning rate falls with the width as in tools/scale/recipe.py.
     """
-    names = [name for name in SESSION_FACTS if name != "code"]
-    names += ["init_hash"] if baseline.settings.get("init_from") == candidate.settings.get("init_from") else []
-    ours, theirs = (identities(arm.job(0).run.path, arm.settings["steps"])[0] for arm in (baseline, candidate))
-    if different := [name for name in names if ours.get(name) != theirs.get(name)]:
-        values = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in different)
-        raise ConfigError(
-            f"idea: {baseline.name} and {candidate.name} were trained with different {values}; name another --lab to "
-            "train both alike"
-        )
-
-
-def changed_settings(baseline: Arm, candidate: Arm) -> dict[str, list[Any]]:
-    """Return the resolved settings in which two arms differ, as [baseline, candidate]."""
-    settings = baseline.compared_settings, candidate.compared_settings
-    pairs = {name: [one.get(name) for one in settings] for name in sorted(settings[0].keys() | settings[1].keys())}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if factor == 1:
+        return arm
+    settings, widening = arm.settings, math.sqrt(factor)
+    queries_per_key = settings["model.n_heads"] // (settings["model.n_kv_heads"] or settings["model.n_heads"])
+    heads = queries_per_key * max(1, round(widening * settings["model.n_heads"] / queries_per_key))
+    changes = {
+        "model.n_heads": heads,
+        "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
+        "model.d_ff": WIDTH_STEP * round(widening * settings["model.d_ff"] / WIDTH_STEP),
+        "optimizer.lr": settings["optimizer.lr"] * widening**LR_POWER,
+    }
+    if settings["model.n_kv_heads"]:
+        changes["model.n_kv_heads"] = heads // queries_per_key
+    return scale_steps(arm.changed(changes), factor)

@@ -1,20 +1,21 @@
-"""The change under test, as given on the command line: settings, code, or both.
+"""Ideas as given on the command line (settings, code, or both), as commits and folders of code.
 
-In a git repository arms with different code are trained from separate worktrees, in a temporary folder that is always
-removed, so that edits of the working tree during an experiment reach neither arm. The next experiment removes those of
-a killed one. The working tree and patches become commits that no branch contains, which git deletes after some weeks;
-the diff is kept.
+Code is trained from worktrees in a temporary folder that is always removed, so that edits of the working tree during an
+experiment reach no run. The next experiment removes those of a killed one. The working tree and patches become commits
+that no branch contains, which git deletes after some weeks; the diff is kept.
 """
 
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,41 +24,54 @@ from config.paths import expand_user_path
 from data.files import temporary_folder, write_once
 
 ROOT = Path(__file__).parents[2]
-AUTHOR = {f"GIT_{who}_{what}": "experiment" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+# Equal code has equal commits, whenever they are made.
+WHO = {"NAME": "experiment", "EMAIL": "experiment", "DATE": "2000-01-01T00:00:00Z"}
+AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in WHO.items()}
 
-# Abandoned worktrees are found by these names. The host is part of the name: a machine that shares the repository must
-# not remove the worktrees of another.
-FOLDER, WORKTREES = f"mini-gpt-experiment-{socket.gethostname()}_", ("baseline", "candidate")
+# Abandoned worktrees are found by this name. The host is part of it: a machine that shares the repository must not
+# remove the worktrees of another.
+FOLDER = f"mini-gpt-experiment-{socket.gethostname()}_"
 # Overrides user settings that would run programs, change the code in `git apply`, or escape file names.
 OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false")
 # Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
 DATA_FILES = ("data/", "training/evaluation.py")
+PATCH_SUFFIXES = (".patch", ".diff")
+SETTINGS_LINE = "Settings:"  # begins a line above the first diff of a patch
 
 
 @dataclass(frozen=True)
-class Change:
-    """The difference between candidate and baseline."""
+class Idea:
+    """A change of the baseline."""
 
+    text: str
+    """As it was given, with the path of a patch."""
     settings: tuple[str, ...] = ()
     """Words of a command line."""
     base: str | None = None
-    """Commit that trains the baseline; None outside of a git repository, where this code trains both arms as it is."""
-    commit: str | None = None
-    """Commit that trains the candidate; equal to `base` if only settings change."""
+    """Commit that the code is based on; None if only settings change."""
     diff: str = ""
-    """Diff from base to commit."""
-    commits_behind: int = 0
-    """Commits of HEAD that the base lacks."""
+    """Diff of the code from the base."""
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of the settings and the diff."""
+        content = shlex.join(self.settings) + "\n" + self.diff
+        return sha256(content.encode(errors="surrogateescape")).hexdigest()[:8]
+
+    @property
+    def setting_names(self) -> set[str]:
+        """Names of the settings that it sets."""
+        return {word[2:].partition("=")[0] for word in self.settings if word.startswith("--")}
+
+    @property
+    def files(self) -> set[str]:
+        """Files that the diff changes."""
+        return {name for pair in re.findall(r"^diff --git a/(.*) b/(.*)$", self.diff, re.MULTILINE) for name in pair}
 
     @property
     def num_lines(self) -> int:
         """Number of lines that the diff adds or removes."""
         return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
-
-    @property
-    def has_code(self) -> bool:
-        """True if Python files change."""
-        return bool(re.search(r"^diff --git .*\.py$", self.diff, re.MULTILINE))
 
     @property
     def data_files(self) -> list[str]:
@@ -79,46 +93,68 @@ class Change:
         return write_once(folder / f"{sha256(content).hexdigest()[:12]}.diff", content)
 
 
-def split_idea(text: str) -> list[str]:
-    """Split an idea into its words; raise ConfigError if a quotation mark is missing, or there are no words."""
+def parse_ideas(arguments: Iterable[str]) -> list[Idea]:
+    """Parse ideas, each an argument; a folder stands for the patches in it, a text file for an idea in each line.
+
+    Raises:
+        ConfigError: an argument is no idea, changes nothing, or changes what the losses mean.
+    """
+    ideas: dict[str, Idea] = {}
+    for argument in arguments:
+        path = expand_user_path("idea", argument) if argument != "." else Path()
+        if argument != "." and path.is_dir():
+            texts = [str(file) for file in sorted(path.iterdir()) if is_patch(file)]
+        elif path.suffix == ".txt" and path.is_file():
+            lines = [line.strip() for line in path.read_text().splitlines()]
+            texts = [line for line in lines if line and not line.startswith("#")]
+        else:
+            texts = [argument]
+        for idea in map(parse_idea, texts):
+            ideas.setdefault(idea.key, idea)
+    return [*ideas.values()]
+
+
+def parse_idea(text: str) -> Idea:
+    """Parse one idea.
+
+    Args:
+        text: settings of train.py, such as `--model.mlp relu2`; or a git branch or commit, a patch file, or `.` for
+            the changes of the working tree, optionally followed by settings. A line `Settings: ...` above the first
+            diff of a patch gives settings, too.
+
+    Raises:
+        ConfigError: the text is none of these, changes nothing, or changes what the losses mean.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
     if not any(words):
         raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
-    return words
-
-
-def parse_change(text: str, onto: str | None = None) -> Change:
-    """Parse the first argument of tools.experiment.
-
-    Args:
-        text: settings of train.py, such as `--model.mlp relu2`; or a git branch or commit, a patch file, or `.` for
-            the changes of the working tree, optionally followed by settings of the candidate alone.
-        onto: commit to which the code is applied first; None: the commit on which it is based.
-
-    Raises:
-        ConfigError: the text is none of these, or changes nothing.
-    """
-    words = split_idea(text)
     if words[0].startswith("--"):
-        if onto:
-            raise ConfigError(f"onto: {onto!r} applies to code, and {text!r} has settings only; leave it out")
-        head = git("rev-parse", "HEAD") if is_repository() else None
-        return Change(tuple(words), head, head)
-    base, commit = resolve_commits(words[0])
-    if onto:
-        diff, base = diff_of(base, commit), find_commit(onto)
-        if not base:
-            raise ConfigError(f"onto: {onto!r} is not a git branch or commit here")
-        commit = apply_diff(diff, base)
+        return Idea(text, tuple(words))
+    code, *settings = words
+    check_repository(code)
+    base, commit = resolve_commits(code)
+    if is_patch(path := expand_user_path("idea", code)):
+        header = path.read_text(errors="replace").partition("diff --git ")[0]
+        own = next((line for line in header.splitlines() if line.startswith(SETTINGS_LINE)), SETTINGS_LINE)
+        settings = [*shlex.split(own.removeprefix(SETTINGS_LINE)), *settings]
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
-        what = "the working tree has no changes" if words[0] == "." else f"{words[0]!r} changes nothing"
+        what = "the working tree has no changes" if code == "." else f"{code!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
-    is_ancestor = git("merge-base", "HEAD", commit) == commit  # such a commit is compared with its parent
-    behind = 0 if is_ancestor else int(git("rev-list", "--count", f"{base}..HEAD"))
-    return Change(tuple(words[1:]), base, commit, diff_of(base, commit), behind)
+    idea = Idea(text, tuple(settings), base, diff_of(base, commit))
+    if idea.data_files:
+        raise ConfigError(
+            f"idea: {text!r} changes {', '.join(idea.data_files)}, which define the data, the evaluation or the seeds, "
+            "so its losses would mean something else"
+        )
+    return idea
+
+
+def is_patch(file: Path) -> bool:
+    """Return whether a file is a patch; files that macOS writes on other file systems (`._NAME`) are not."""
+    return file.suffix in PATCH_SUFFIXES and not file.name.startswith("._") and file.is_file()
 
 
 def is_repository() -> bool:
@@ -127,6 +163,20 @@ def is_repository() -> bool:
         return bool(git("rev-parse", "HEAD")) and Path(git("rev-parse", "--show-toplevel")).samefile(ROOT)
     except ConfigError:
         return False
+
+
+def head_commit() -> str | None:
+    """Return the commit of HEAD; None if this folder is not the root of a git repository."""
+    return git("rev-parse", "HEAD") if is_repository() else None
+
+
+def check_repository(code: str) -> None:
+    """Raise ConfigError unless this folder is the root of a git repository with a commit."""
+    if shutil.which("git") is None:
+        raise ConfigError("idea: comparing code needs git; install it, or compare settings alone")
+    if not is_repository():
+        remedy = "run `git init` and commit it in a folder of its own, or compare settings alone"
+        raise ConfigError(f"idea: {code!r} is code, but {ROOT} is not the root of a git repository; {remedy}")
 
 
 def diff_of(base: str, commit: str) -> str:
@@ -145,9 +195,6 @@ def find_commit(name: str) -> str:
 def resolve_commits(code: str) -> tuple[str, str]:
     """Return the commit on which a piece of code is based, and the commit of the code itself."""
     head = git("rev-parse", "HEAD")
-    if not is_repository():
-        top = git("rev-parse", "--show-toplevel")
-        raise ConfigError(f"idea: {code!r} is code, but {ROOT} is inside the git repository {top}, not its root")
     if code == ".":
         return head, commit_on(head, "add", "--update", "--", ".")
     if (patch := expand_user_path("idea", code)).is_file():
@@ -155,7 +202,8 @@ def resolve_commits(code: str) -> tuple[str, str]:
     commit = find_commit(code)
     if not commit:
         raise ConfigError(
-            f"idea: {code!r} is not a git branch or commit here, a patch file, or settings, which begin with --"
+            f"idea: {code!r} is not a git branch or commit here, a patch file or a folder of them, or settings, which "
+            "begin with --"
         )
     try:
         base = git("merge-base", "HEAD", commit)
@@ -165,6 +213,20 @@ def resolve_commits(code: str) -> tuple[str, str]:
             f"idea: git has no earlier commit with which to compare {code!r}; in a shallow clone, run "
             "git fetch --unshallow"
         ) from None
+
+
+def merge(base: str | None, ideas: Iterable[Idea]) -> str | None:
+    """Commit the diffs of ideas on a base, by three-way merges where the lines around them differ; return the commit.
+
+    Without any diff it is the base, which is None outside of a git repository.
+
+    Raises:
+        ConfigError: a diff conflicts with the base or with those before it.
+    """
+    for idea in ideas:
+        if idea.diff and base:
+            base = apply_diff(idea.diff, base)
+    return base
 
 
 def apply_diff(diff: str, parent: str) -> str:
@@ -190,38 +252,41 @@ def commit_on(parent: str, *change: str) -> str:
         return git("commit-tree", git("write-tree", **index), "-p", parent, "-m", "Change under test", **index)
 
 
-@contextmanager
-def checked_out(change: Change) -> Iterator[tuple[Path, Path]]:
-    """Yield the folders of the code that trains baseline and candidate; raise ConfigError if git cannot write them."""
-    if change.base is None or change.commit is None:
-        yield ROOT, ROOT
-        return
-    with temporary_folder(Path(tempfile.gettempdir()), FOLDER) as folder:
-        remove_abandoned_worktrees()
-        baseline, candidate = (folder / name for name in WORKTREES)
-        commits = {baseline: change.base} | ({candidate: change.commit} if change.commit != change.base else {})
-        try:
-            for path, commit in commits.items():
-                git("worktree", "add", "--quiet", "--detach", str(path), commit)
-            yield baseline, [*commits][-1]
-        finally:
-            remove_worktrees(*commits)
+class Worktrees(ExitStack):
+    """Folders of commits, made when they are first asked for and removed at the end of a `with` block."""
+
+    def __init__(self):
+        super().__init__()
+        self.folders: dict[str | None, Path] = {None: ROOT}
+        self.parent: Path | None = None
+
+    def folder(self, commit: str | None) -> Path:
+        """Return the folder of a commit; None, outside of a git repository, is this folder."""
+        if commit not in self.folders:
+            assert commit is not None
+            if self.parent is None:
+                remove_abandoned_worktrees()
+                self.parent = self.enter_context(temporary_folder(Path(tempfile.gettempdir()), FOLDER))
+            folder = self.parent / commit[:12]
+            git("worktree", "add", "--quiet", "--detach", str(folder), commit)
+            self.callback(remove_worktree, folder)
+            self.folders[commit] = folder
+        return self.folders[commit]
 
 
-def remove_worktrees(*paths: Path) -> None:
-    """Remove the given worktrees that exist."""
-    for path in paths:
-        subprocess.run(
-            ["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True, start_new_session=True
-        )
+def remove_worktree(path: Path) -> None:
+    """Remove a worktree, if it exists."""
+    subprocess.run(
+        ["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True, start_new_session=True
+    )
 
 
 def remove_abandoned_worktrees() -> None:
     """Remove the worktrees of killed experiments, whose folders are gone."""
     listed = git("worktree", "list", "--porcelain").splitlines()
     for path in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
-        if path.name in WORKTREES and path.parent.name.startswith(FOLDER) and not path.parent.exists():
-            remove_worktrees(path)
+        if path.parent.name.startswith(FOLDER) and not path.parent.exists():
+            remove_worktree(path)
 
 
 def git(*arguments: str, **environment: str) -> str:
@@ -239,7 +304,7 @@ def git(*arguments: str, **environment: str) -> str:
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise ConfigError("idea: comparing code needs git; install it, or compare settings alone") from None
+        raise ConfigError("idea: git is not installed") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or "no error message"
         raise ConfigError(f"git {arguments[0]} fails: {message}")

@@ -35,7 +35,7 @@ def estimate_compute_multiplier(
     Args:
         budgets: (steps relative to the experiment, loss) of every run of the baseline.
         baseline: losses of the baseline on budget 1, of two seeds or more.
-        candidate: losses of the candidate, of two seeds or more.
+        candidate: as many losses of the candidate.
 
     Returns:
         None where the losses do not fall with more steps, are not positive, or are too few for the fit.
@@ -49,7 +49,7 @@ def estimate_compute_multiplier(
     mean = statistics.fmean(baseline)
     change = statistics.fmean(candidate) - mean
     variances = [statistics.variance(losses) / len(losses) for losses in (baseline, candidate)]
-    quantile = float(welch_quantile(LEVEL, variances, len(candidate), len(baseline))) if any(variances) else 0.0
+    quantile = float(welch_quantile(LEVEL, variances[0], variances[1], len(candidate))) if any(variances) else 0.0
     half_width = math.sqrt(sum(variances)) * quantile
     ends = math.log(relative_steps.min()), math.log(relative_steps.max())
 
@@ -67,13 +67,3 @@ def estimate_compute_multiplier(
     error *= float(stats.t.isf(LEVEL / 2, len(relative_steps) - 3))
     low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
     return math.exp(x), math.exp(low), math.exp(high)
-
-
-def geometric_mean(ratios: list[float]) -> Estimate:
-    """Return the geometric mean of paired ratios with its 95% interval, Student's t on their logarithms."""
-    logs = [math.log(ratio) for ratio in ratios]
-    mean = statistics.fmean(logs)
-    if len(logs) < 2:
-        return math.exp(mean), 0.0, math.inf
-    half_width = statistics.stdev(logs) / math.sqrt(len(logs)) * float(stats.t.isf(0.025, len(logs) - 1))
-    return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)

@@ -1,94 +1,93 @@
-"""Evaluates an arm of an experiment independently of what its code logs. Prints JSON.
+"""Judges finished runs of a candidate with the code of the baseline. Prints a JSON object for each run.
 
-    python tools/experiment/scorer.py CODE measure RUN
-    python tools/experiment/scorer.py CODE targets SETTINGS...
-    python tools/experiment/scorer.py CODE shape SETTINGS...
-    python tools/experiment/scorer.py CODE preview CHECKS SETTINGS...
+    python -m tools.experiment.scorer BASELINE_CODE CANDIDATE_CODE < requests
 
-It imports the modules of the folder CODE, which trains the arm. `measure` takes the validation set, its entropy, the
-logits and the size of the network from them, and computes loss and bytes itself, in the same way for both arms.
+A request is a line of JSON with `run`, the path of a run; `settings`, flat settings of train.py that this code knows;
+and `rows`, the file that candidate.py wrote while it trained the run. Three rules make a score hard to fake:
+
+1. The loss is computed here, from logits that the candidate's process computes from tokens alone.
+2. At sampled positions, the logits of the prefix alone equal those of the whole row. The candidate answers for all
+   prefixes in one process, and for the rows in another, so a model that reads the future cannot have seen it.
+3. Rows that entered the model in training are those of this code's batches, not more often, and none of the validation
+   set.
 """
 
 import functools
 import json
-import os
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
+from multiprocessing import Pipe
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-LOGIT_BYTES = 2**28  # maximum size of the logits of a batch in float64
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from tools.experiment.candidate import hash_rows
+
+LOGIT_BYTES = 2**28  # maximum size of the logits of a batch
 ROWS_AT_ONCE = 256  # of a batch for which no logits are computed
-PREVIEW_SAMPLES = 64  # validation samples that a preview evaluates
+NUM_PREFIXES = 64
+TOLERANCE = 1e-3  # of a logit computed from a prefix, relative to the largest logit of its position
+CANDIDATE = Path(__file__).with_name("candidate.py")
 
 
-def measure(run: str) -> dict[str, object]:
-    """Evaluate the newest checkpoint of a run on the validation set of its settings.
+class Candidate:
+    """A process of the candidate's code that computes logits."""
 
-    Returns:
-        targets: hash of all predicted tokens, in order.
-        num_targets: number of predicted tokens.
-        num_bytes: bytes of text that they encode; None if the tokenizer is not byte-level.
-        entropy: entropy of the data, nats/token; None if unknown.
-        loss: mean cross-entropy of the targets, nats/token, computed in float64.
-        is_causal: whether no logit depends on later tokens.
-        parameters, flops_per_token: size of the network and its training FLOPs.
-    """
-    import torch
-    import torch.nn.functional as F
+    def __init__(self, code: str):
+        self.connection, theirs = Pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, str(CANDIDATE), code, "logits", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdout=sys.stderr,
+        )
+        theirs.close()
 
-    from data.corpus import load_corpus
-    from run.load import load_run
+    def load(self, run: str) -> None:
+        """Load the model of a run."""
+        self.connection.send_bytes(str(Path(run).resolve()).encode())
 
-    config, model, _ = load_run(run)
-    assert config is not None, run
-    config = config.replace(**{"evaluation.every": config.evaluation.every or 1, "exact": False})
-    corpus, device = load_corpus(config), "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    assert config.model.vocab_size is not None  # of a trained model
-    row_bytes = 8 * config.seq_len * config.model.vocab_size
-    batch_size = min(config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // row_bytes))
-    lengths = token_lengths(corpus)
-    digest, total, count, num_bytes, is_causal = sha256(), 0.0, 0, 0, True
-    with torch.no_grad():
-        for number, batch in enumerate(batches(corpus.validation, batch_size)):
-            targets = batch.pop("labels")[:, 1:]
-            batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            logits = model(**batch)[0]
-            scores = logits[:, :-1].double().transpose(1, 2)
-            total += float(F.cross_entropy(scores, targets.to(device), reduction="sum"))  # ignores targets of -100
-            predicted = targets[targets != -100]
-            digest.update(predicted.numpy().tobytes())
-            count += len(predicted)
-            num_bytes += sum(map(lengths.__getitem__, predicted.tolist())) if lengths else 0
-            if number == 0:
-                half = targets.shape[1] // 2
-                ids = batch["input_ids"]
-                batch["input_ids"] = torch.cat((ids[:, :half], ids[:, half:].flip(1)), dim=1)
-                change = (model(**batch)[0] - logits)[:, :half].abs().max()
-                is_causal = bool(change <= 1e-4 * logits[:, :half].abs().max())
-    entropy = getattr(corpus.validation, "entropy_nats", None)
-    return {
-        "targets": digest.hexdigest()[:16],
-        "num_targets": count,
-        "num_bytes": num_bytes if lengths else None,
-        "entropy": None if entropy is None else entropy / count,
-        "loss": total / count,
-        "is_causal": is_causal,
-        "parameters": model.num_parameters(),
-        "flops_per_token": model.flops_per_token(config.seq_len),
-    }
+    def logits(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the logits of a batch, float32 [B, T, V]; raise EOFError if the candidate's code crashes."""
+        self.connection.send_bytes(safetensors.save({name: tensor.contiguous() for name, tensor in batch.items()}))
+        return safetensors.load(self.connection.recv_bytes())["logits"]
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.wait()
 
 
-def batches(dataset: Any, batch_size: int = ROWS_AT_ONCE) -> Iterator[dict[str, Any]]:
+def batches(dataset: Any, batch_size: int = ROWS_AT_ONCE) -> Iterator[dict[str, Tensor]]:
     """Yield all rows of a map-style dataset in order, as batches of at most `batch_size` rows."""
     from data.loader import load_batch
 
     for start in range(0, len(dataset), batch_size):
         yield load_batch(dataset, range(start, min(start + batch_size, len(dataset))))
+
+
+def sample_prefixes(dataset: Any) -> dict[int, int]:
+    """Choose NUM_PREFIXES rows and in each a position that predicts a token; return the position after it by row."""
+    from data.loader import load_batch
+
+    random, ends = np.random.default_rng(0), {}
+    for index in random.permutation(len(dataset))[:NUM_PREFIXES].tolist():
+        positions = (load_batch(dataset, [index])["labels"][0, 1:] != -100).nonzero()[:, 0]
+        if len(positions):
+            ends[index] = int(random.choice(positions.numpy())) + 1
+    return ends
+
+
+def inputs_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch without its labels, the tokens that the model is to predict."""
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
 def token_lengths(corpus: Any) -> dict[int, int] | None:
@@ -107,101 +106,142 @@ def token_lengths(corpus: Any) -> dict[int, int] | None:
     return lengths | {corpus.end_of_text: 0}
 
 
-def targets(*settings: str) -> dict[str, object]:
-    """Return `targets` and `num_targets` of `measure` for settings of train.py, before any training."""
+class Data:
+    """The validation and the training rows of one data configuration, loaded by the code of the baseline."""
+
+    def __init__(self, config: Any):
+        from data.corpus import load_corpus
+
+        self.corpus = load_corpus(config)
+        self.config = self.corpus.fill_in(config)
+        self.ends = sample_prefixes(self.corpus.validation)
+        self.hash_by_index: dict[int, int] = {}
+
+    def hash_training_rows(self, indices: list[int]) -> list[int]:
+        """Return the hashes of training rows; each is loaded once."""
+        from data.loader import load_batch
+
+        missing = [index for index in dict.fromkeys(indices) if index not in self.hash_by_index]
+        for start in range(0, len(missing), ROWS_AT_ONCE):
+            part = missing[start : start + ROWS_AT_ONCE]
+            hashes = hash_rows(load_batch(self.corpus.train, part)["input_ids"]).tolist()
+            self.hash_by_index |= dict(zip(part, hashes, strict=True))
+        return [self.hash_by_index[index] for index in indices]
+
+    @functools.cached_property
+    def validation_hashes(self) -> set[int]:
+        """Hashes of the validation rows."""
+        return {row for batch in batches(self.corpus.validation) for row in hash_rows(batch["input_ids"]).tolist()}
+
+    @functools.cached_property
+    def targets(self) -> dict[str, Any]:
+        """Hash and number of the predicted tokens, the bytes of text that they encode, and their entropy in nats."""
+        digest, count, num_bytes = sha256(), 0, 0
+        lengths = token_lengths(self.corpus)
+        for batch in batches(self.corpus.validation):
+            labels = batch["labels"][:, 1:]
+            predicted = labels[labels != -100]
+            digest.update(predicted.numpy().tobytes())
+            count += len(predicted)
+            num_bytes += sum(map(lengths.__getitem__, predicted.tolist())) if lengths else 0
+        entropy = getattr(self.corpus.validation, "entropy_nats", None)
+        return {
+            "targets": digest.hexdigest()[:16],
+            "num_targets": count,
+            "num_bytes": num_bytes if lengths else None,
+            "entropy": None if entropy is None else entropy / count,
+        }
+
+    def surplus_rows(self, config: Any, sessions: list[tuple[int, int]], recorded: np.ndarray) -> str:
+        """Describe the rows that entered the model but are not in the batches of a run; "" if there are none.
+
+        Args:
+            config: the settings of the run.
+            sessions: first step and number of processes of each session. Before its first step, every process runs its
+                first micro-batch once without an update.
+            recorded: int64 [n], from candidate.py.
+        """
+        order = self.corpus.global_batches(config)
+        indices = [index for step in range(config.steps) for index in order.indices(step)]
+        for step, processes in sessions:
+            for rank in range(processes if step < config.steps else 0):
+                indices += order.indices(step, rank, processes)[: config.micro_batch_size]
+        surplus = Counter(recorded.tolist()) - Counter(self.hash_training_rows(indices))
+        if not surplus:
+            return ""
+        held_out = sum(count for row, count in surplus.items() if row in self.validation_hashes)
+        text = (
+            f"{surplus.total():,} of the {len(recorded):,} rows on which its model was trained are not in its batches"
+        )
+        return text + (f"; {held_out:,} of them are in the validation set" if held_out else "")
+
+    def score(self, candidate: Candidate, prefixes: dict[int, Tensor]) -> dict[str, Any]:
+        """Compute the loss of the model that a candidate has loaded, and compare its logits with those of prefixes."""
+        total, count, problem = 0.0, 0, ""
+        row_bytes = 4 * self.config.seq_len * (self.config.model.vocab_size or 1)
+        batch_size = min(self.config.evaluation.micro_batch_size, max(1, LOGIT_BYTES // row_bytes))
+        for number, batch in enumerate(batches(self.corpus.validation, batch_size)):
+            logits, labels = candidate.logits(inputs_of(batch)), batch["labels"][:, 1:]
+            is_target = labels != -100
+            losses = F.cross_entropy(logits[:, :-1][is_target], labels[is_target], reduction="none")
+            total += float(losses.sum(dtype=torch.float64))
+            count += len(losses)
+            for index in self.ends.keys() & range(number * batch_size, number * batch_size + len(labels)):
+                alone, row = prefixes[index], logits[index - number * batch_size, self.ends[index] - 1]
+                if not (alone - row).abs().max() <= TOLERANCE * alone.abs().max():
+                    problem = (
+                        f"its logits depend on later tokens: in validation row {index}, those at position "
+                        f"{self.ends[index] - 1} change by {(alone - row).abs().max():.3g} if the rest is left out"
+                    )
+        return {"loss": total / count, "problem": problem}
+
+    def prefix_logits(self, candidate: Candidate) -> dict[int, Tensor]:
+        """Return the last logits of each sampled prefix, [V], by row."""
+        from data.loader import load_batch
+
+        rows = {index: inputs_of(load_batch(self.corpus.validation, [index])) for index in self.ends}
+        return {
+            index: candidate.logits({name: tensor[:, : self.ends[index]] for name, tensor in row.items()})[0, -1]
+            for index, row in rows.items()
+        }
+
+
+def load_data(config: Any, loaded: dict[str, Data]) -> Data:
+    """Return the data of a config, loaded once for all configs that differ in nothing that matters to it."""
+    key = repr((config.data, config.seq_len, config.evaluation.num_samples, config.model.vocab_size))
+    if key not in loaded:
+        loaded[key] = Data(config)
+    return loaded[key]
+
+
+def main(candidate_code: str) -> None:
+    """Score the runs that stdin requests, in their order."""
     from config.parser import parse_config
-    from data.corpus import load_corpus
 
-    digest, count = sha256(), 0
-    for batch in batches(load_corpus(parse_config(list(settings))).validation):
-        labels = batch["labels"][:, 1:]
-        predicted = labels[labels != -100]
-        digest.update(predicted.numpy().tobytes())
-        count += len(predicted)
-    return {"targets": digest.hexdigest()[:16], "num_targets": count}
-
-
-def shape(*settings: str) -> dict[str, int]:
-    """Return parameters and flops_per_token of the network that settings of train.py describe."""
-    from checkpoint.provenance import network_size
-    from config.parser import parse_config
-    from data.corpus import load_corpus
-
-    config = parse_config(list(settings))
-    return network_size(load_corpus(config).fill_in(config))
-
-
-def preview(checks: str, *settings: str) -> dict[str, object]:
-    """Train a short run with settings of train.py, in a temporary folder.
-
-    One thread trains, so that equal code and settings give equal bits.
-
-    Args:
-        checks: "verify" to run the checks of verify.py that train nothing; "" for none.
-        settings: settings of train.py for a few steps.
-
-    Returns:
-        digest, loss: fingerprint of weights and moments, and val/loss, after the last step; None if the loss is NaN.
-        rows: number of different rows that the model was trained on.
-        validation_rows: number of these rows that are in the validation set.
-        broken: names and figures of the checks that failed.
-    """
-    import torch
-    from torch.utils.data import Subset
-
-    import train
-    from checks.short_run import parse_short_run
-    from config.parser import parse_config
-    from data.corpus import load_corpus
-    from model.gpt import GPTModel
-    from run.metrics_log import read_rows
-    from training.results import NonFiniteError
-
-    torch.set_num_threads(1)
-    rows: set[bytes] = set()
-    forward = GPTModel.forward
-
-    @functools.wraps(forward)
-    def record_rows(self: GPTModel, input_ids: torch.Tensor, *others: Any, **inputs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            rows.update(row.numpy().tobytes() for row in input_ids.cpu())
-        return forward(self, input_ids, *others, **inputs)
-
-    broken, last = [], {}
-    with TemporaryDirectory() as folder:
-        words = [*settings, "--name", "preview", "--out_dir", folder]
-        if checks:
-            from checks.verification import Verification
-
-            verification = Verification(parse_short_run(words))
-            for name, check in verification.model_checks().items():
-                result, figure = verification.run(check)
-                broken += [f"{name}: {figure}"] if result == "FAIL" else []
-        config = parse_config(words)
-        corpus = load_corpus(config)
-        assert corpus.validation is not None, "the settings have evaluations"
-        indices = range(min(len(corpus.validation), PREVIEW_SAMPLES))
-        few = Subset(corpus.validation, indices)  # pyright: ignore[reportArgumentType] - it is map-style
-        evaluate = train.evaluate
-        train.evaluate = lambda model, corpus, *others: evaluate(model, replace(corpus, validation=few), *others)
-        GPTModel.forward = record_rows
-        try:
-            train.main(config)
-            last = [*read_rows(Path(folder, "preview", "metrics.jsonl"))][-1]
-        except NonFiniteError:
-            pass
-    held_out = (row.numpy().tobytes() for batch in batches(corpus.validation) for row in batch["input_ids"])
-    return {
-        "digest": last.get("state/digest"),
-        "loss": last.get("val/loss"),
-        "rows": len(rows),
-        "validation_rows": len(rows.intersection(held_out)),
-        "broken": broken,
-    }
+    requests = [json.loads(line) for line in sys.stdin]
+    configs = [parse_config(request["words"]).replace(**request["settings"]) for request in requests]
+    loaded: dict[str, Data] = {}
+    data = [load_data(config, loaded) for config in configs]
+    prefixes, process = [], Candidate(candidate_code)
+    for request, own in zip(requests, data, strict=True):
+        process.load(request["run"])
+        prefixes.append(own.prefix_logits(process))
+    process.close()
+    process = Candidate(candidate_code)
+    for request, config, own, alone in zip(requests, configs, data, prefixes, strict=True):
+        process.load(request["run"])
+        score = own.targets | own.score(process, alone)
+        if not score["problem"]:
+            recorded = np.concatenate([np.fromfile(file, np.int64) for file in request["rows"]])
+            score["problem"] = own.surplus_rows(config, request["sessions"], recorded)
+        print(json.dumps(score), flush=True)
+    process.close()
 
 
 if __name__ == "__main__":
-    commands = {"measure": measure, "targets": targets, "shape": shape, "preview": preview}
-    sys.path[0], command = sys.argv[1], commands[sys.argv[2]]
-    print(json.dumps(command(*sys.argv[3:])), flush=True)
-    os._exit(0)  # so that nothing that the arm's code prints at exit follows the result
+    sys.path[0] = sys.argv[1]
+    torch.set_num_threads(1)
+    try:
+        main(sys.argv[2])
+    except (EOFError, BrokenPipeError):
+        sys.exit(1)  # the candidate's process has printed its own traceback

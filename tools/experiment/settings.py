@@ -1,129 +1,130 @@
 """Settings of tools.experiment; importable without torch."""
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import Field, PositiveFloat
 
 from config.errors import ConfigError
 from config.help import PASSED_ON
-from config.parser import parse_tool
 from model.settings import NonNegativeInt, PositiveInt, Settings
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
-
-PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume")
-PRINTING_OPTIONS = ("-h", "--help", "--print_config")
+PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")
 
 
-class ExperimentConfig(Settings):
-    """Tests whether a change is better than the baseline, by how much and at what cost."""
-
-    arguments: Annotated[list[str], PASSED_ON]
-    """The change in one argument; then settings of train.py for both arms. Without --config: configs/lab.yaml."""
-
-    max_seeds: PositiveInt = 12
-    """Maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
-
-    baseline_seeds: PositiveInt | None = None
-    """Number of baseline runs, if more than max_seeds: trained once and shared by many candidates, they estimate the
-    mean of the baseline more precisely. null: as many as of the candidate."""
-
-    first_seed: NonNegativeInt = 0
-    """Seed of the first run of each arm. Another one repeats an experiment on other seeds."""
-
-    budget_minutes: PositiveFloat | None = None
-    """Minutes after which the runs in progress save and stop. null: only max_seeds limits the runs."""
-
-    metric: str | None = None
-    """The logged metric to compare, such as an auxiliary metric val/NAME; lower is better. null: the excess loss, the
-    loss where the entropy of the data is unknown, or bits per byte where only the tokenizers differ."""
-
-    margin: PositiveFloat | None = None
-    """Equivalence margin, as a fraction of the baseline's mean. null: 0.003 of a loss, 0.03 of an excess loss or of
-    another metric."""
-
-    jobs: PositiveInt | None = None
-    """Concurrent runs. null: one with launch, else one for each GPU, or for each core up to 8."""
-
-    speedup: bool = True
-    """Estimate the compute multiplier, by training the baseline on shorter and longer budgets, and measure the
-    throughput of both arms in interleaved runs."""
-
-    sizes: str = "1"
-    """Factors on the parameters, such as 1,4: the experiment is repeated with larger models, and tokens in
-    proportion."""
-
-    tune: str | None = None
-    """A setting to tune, such as optimizer.lr: each arm gets the best of five values, searched on separate seeds."""
-
-    match: Literal["parameters", "flops"] | None = None
-    """Narrow or widen the feed-forward layers of the candidate until its parameters or FLOPs match the baseline's."""
-
-    onto: str | None = None
-    """A commit, such as HEAD, to which the code of the change is applied first. null: the commit on which it is
-    based."""
-
-    note: str | None = None
-    """Text for the log, such as the reason for the change."""
+class LabConfig(Settings):
+    """Where and how runs are trained."""
 
     lab: str = "lab"
-    """The directory of runs, diffs and the log."""
+    """The directory of runs, diffs and results."""
+
+    jobs: PositiveInt | None = None
+    """Concurrent runs. null: one with launch, else one for each GPU, or for each core."""
 
     launch: str | None = None
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
-
-    stop_early: bool = True
-    """Stop before max_seeds if the candidate trains the same weights in a preview of a few steps, or is unlikely to be
-    better: its first run is six standard deviations worse, or the probability of being called better by max_seeds is
-    below a tenth."""
-
-    allow_data_changes: bool = False
-    """Allow the code to change the data, the evaluation or the seeding; the losses may then mean something else."""
 
     print_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of text."""
 
 
-def parse_experiment(args: list[str]) -> ExperimentConfig:
-    """Parse the command line of tools.experiment, as `parse_tool_with_json`."""
-    return parse_tool_with_json(ExperimentConfig, "tools.experiment", args, lambda message: print_error("", message, 2))
+class IdeasConfig(LabConfig):
+    """Ideas, and settings of all runs."""
+
+    arguments: Annotated[list[str], PASSED_ON]
+    """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
+
+    @property
+    def ideas(self) -> list[str]:
+        """The arguments before the first option; an idea that consists of settings has a space in it."""
+        return self.arguments[: self._num_ideas]
+
+    @property
+    def common(self) -> list[str]:
+        """Settings of train.py for all runs.
+
+        Raises:
+            ConfigError: they have an option that is set for each run.
+        """
+        words = self.arguments[self._num_ideas :]
+        if wrong := [word for word in words if word.partition("=")[0] in PER_RUN_OPTIONS]:
+            raise ConfigError(f"{wrong[0].removeprefix('--')}: is set for each run; leave it out")
+        has_config = any(word.partition("=")[0] == "--config" for word in words)
+        return words if has_config else ["--config", str(DEFAULT_CONFIG), *words]
+
+    @property
+    def _num_ideas(self) -> int:
+        options = (i for i, word in enumerate(self.arguments) if i and word.startswith("--") and " " not in word)
+        return next(options, len(self.arguments))
 
 
-def parse_tool_with_json(settings: type, program: str, args: list[str], print_error: Callable[[str], None]) -> Any:
-    """Parse the command line of a program that has the setting `json`; if given, pass errors to `print_error`, too."""
-    try:
-        return parse_tool(settings, program, args)
-    except ConfigError as error:
-        if "--json" in args or "--json=true" in args:
-            print_error(str(error))
-        raise
+class ExperimentConfig(IdeasConfig):
+    """Screens ideas, or compares one idea with the baseline."""
+
+    runs: PositiveInt | None = None
+    """Several ideas: runs of the screen, those of earlier commands included. null: 4 for each idea and 8 more, or as
+    many as the minutes allow."""
+
+    minutes: PositiveFloat | None = None
+    """Minutes after which no run is started that would not end in time."""
+
+    max_parameters: PositiveFloat | None = None
+    """Several ideas: largest number of parameters, relative to the baseline. null: any."""
+
+    max_flops: PositiveFloat | None = None
+    """Several ideas: largest number of FLOPs per token, relative to the baseline. null: any."""
+
+    max_seeds: Annotated[int, Field(ge=3, lt=2**63)] = 12
+    """One idea: maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
+
+    first_seed: NonNegativeInt = 0
+    """One idea: seed of the first run of each arm. Another one repeats a comparison on other seeds."""
+
+    metric: str | None = None
+    """One idea: the logged metric to compare, such as val/NAME; lower is better. null: the excess loss, or the loss
+    where the entropy of the data is unknown."""
+
+    margin: PositiveFloat = 0.03
+    """One idea: equivalence margin, as a fraction. An interval within it is no difference."""
+
+    sizes: str = "1"
+    """One idea: factors on the parameters, such as 1,4, at which the comparison is made, with tokens in proportion."""
+
+    tune: str | None = None
+    """One idea: a setting, such as optimizer.lr, of which each arm gets the best of five values, on separate seeds."""
+
+    speedup: bool = True
+    """One idea: estimate the compute multiplier, by training the baseline on shorter and longer budgets."""
+
+    @property
+    def factors(self) -> list[float]:
+        """The sizes as numbers."""
+        return parse_sizes(self.sizes)
 
 
-def print_error(idea: str, message: str, exit_code: int) -> None:
-    """Print the one JSON object of an experiment without a result."""
-    print(json.dumps({"idea": idea, "verdict": None, "exit_code": exit_code, "message": message}))
+class ConfirmConfig(IdeasConfig):
+    """Compares accepted ideas together, alone and all but one with the baseline, on seeds that no screen has used."""
+
+    seeds: Annotated[int, Field(ge=3, lt=2**63)] = 8
+    """Runs of each arm."""
+
+    sizes: str = "1"
+    """Factors on the parameters, such as 1,4, with tokens in proportion."""
+
+    data_seed: NonNegativeInt | None = None
+    """Seed of other data of the same kind, for generated data. null: the data of the screen."""
 
 
 class ReportConfig(Settings):
-    """Prints all experiments as a table, which is also written to LAB/report.md, and draws them in LAB/report.png."""
+    """Prints the results of a lab, and draws each screen in LAB/screens."""
 
     lab: str = "lab"
-    """The directory of the log."""
+    """The directory of the results."""
 
-
-def refuse_options(words: list[str]) -> None:
-    """Raise ConfigError for options of train.py that are set for each run, or that print instead of training."""
-    for word in words:
-        option = word.partition("=")[0]
-        if option in PER_RUN_OPTIONS:
-            name = option.removeprefix("--")
-            raise ConfigError(f"{name}: is set for each run; leave it out (tools.experiment: --first_seed)")
-        if option in PRINTING_OPTIONS:
-            raise ConfigError(f"arguments: {option} is an option of train.py; leave it out")
+    print_json: bool = Field(default=False, alias="json")
+    """Print one JSON object instead of text."""
 
 
 def parse_sizes(text: str) -> list[float]:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,30 +156,43 @@ class JobRunner:
             OutOfTime: The deadline has passed; the runs in progress have saved.
             RunError: A disk is full, or the code changed before all runs were started.
         """
-        self.raise_if_stopped()
         missing = [job for job in dict.fromkeys(jobs) if job.restart or not job.is_finished()]
-        waiting, ended = list(missing), []
         self._num_sharing_cores = min(self.max_running, len(missing))
-        num_steps = sum(job.steps for job in missing)
         disable = True if self.show_output else None  # None: tqdm disables itself outside a terminal
-        bar = tqdm(total=num_steps, unit="step", disable=disable, leave=False, file=sys.stderr)
-        try:
-            while len(ended) < len(missing):
-                self.raise_if_stopped()
-                self._collect_ended(waiting, until_failure)
-                if time.monotonic() < self.deadline:
-                    self._start_waiting(waiting)
-                elif waiting or self._running:
-                    raise OutOfTime
+        with tqdm(total=sum(job.steps for job in missing), unit="step", disable=disable, leave=False) as bar:
+
+            def progress() -> None:
                 bar.update(sum(job.run.newest_metrics()["step"] for job in missing) - bar.n)
-                for job in missing:
-                    if job not in (*waiting, *self._running, *ended):
-                        ended.append(job)
-                        bar.write(f"[run {len(ended)} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
-                time.sleep(POLL_SECONDS if len(ended) < len(missing) else 0)
+
+            for number, job in enumerate(self.stream(missing, until_failure, progress), start=1):
+                bar.write(f"[run {number} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
+
+    def stream(
+        self, jobs: Iterable[Job], until_failure: bool = False, progress: Callable[[], None] = lambda: None
+    ) -> Iterator[Job]:
+        """Train runs, each taken from `jobs` when there is room for it, and yield each when it has ended.
+
+        `progress` is called several times a second. Raise the errors of `train`.
+        """
+        source, waiting = iter(jobs), []
+        is_exhausted = False
+        try:
+            while True:
+                self.raise_if_stopped()
+                yield from self._collect_ended(waiting, until_failure)
+                if time.monotonic() >= self.deadline and (waiting or self._running or not is_exhausted):
+                    raise OutOfTime
+                while not is_exhausted and len(waiting) + len(self._running) < self.max_running:
+                    job = next(source, None)
+                    is_exhausted = job is None
+                    waiting += [job] if job else []
+                yield from self._start_waiting(waiting)
+                progress()
+                if is_exhausted and not waiting and not self._running:
+                    return
+                time.sleep(POLL_SECONDS)
         finally:
             self._stop_all()
-            bar.close()
 
     def raise_if_stopped(self) -> None:
         """Raise Stopped after a signal."""
@@ -191,10 +204,12 @@ class JobRunner:
         loss = job.run.newest_metrics().get("val/loss")
         return f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
 
-    def _start_waiting(self, waiting: list[Job]) -> None:
+    def _start_waiting(self, waiting: list[Job]) -> Iterator[Job]:
+        """Start runs for which there is room; yield those that another process has finished."""
         for job in list(waiting):
-            if job.is_finished() and not job.restart:  # by another process
+            if job.is_finished() and not job.restart:
                 waiting.remove(job)
+                yield job
             elif len(self._running) < self.max_running and not job.run.is_locked():
                 waiting.remove(job)
                 self._running[job] = self._start(job)
@@ -223,14 +238,15 @@ class JobRunner:
             )
         return Started(process, slot, start_time)
 
-    def _collect_ended(self, waiting: list[Job], until_failure: bool) -> None:
-        """Remove processes that have ended; a run that another process locked first is queued again."""
+    def _collect_ended(self, waiting: list[Job], until_failure: bool) -> Iterator[Job]:
+        """Yield the runs whose processes have ended; a run that another process locked first is queued again."""
         for job, started in list(self._running.items()):
             if (exit_code := started.process.poll()) is None:
                 continue
             del self._running[job]
             if exit_code == 0:
                 self._record_finished(job)
+                yield job
                 continue
             if job.run.is_locked():
                 waiting.append(job)
@@ -245,6 +261,7 @@ class JobRunner:
                 self.failures[job] = describe_failure(job, exit_code, status)
             if until_failure:
                 raise Stopped if stopped else self.failures[job]
+            yield job
 
     def _stop_all(self) -> None:
         for run in self._running.values():

@@ -1,0 +1,195 @@
+"""One idea against the baseline: seeds of both arms are trained until a sequential test decides.
+
+The estimand is the mean over seeds of the log of the excess loss (of the loss, where the entropy of the data is
+unknown). Differences of it are reported as changes of the geometric mean.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from config.errors import ConfigError, RunError
+from tools.experiment import judge
+from tools.experiment.arm import Arm, scale_parameters, scale_steps
+from tools.experiment.change import Idea, Worktrees, head_commit, merge
+from tools.experiment.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
+from tools.experiment.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
+from tools.experiment.settings import ExperimentConfig
+from tools.jobs.launch import Launch
+from tools.jobs.runner import Job, JobRunner, OutOfTime
+
+BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
+# First seeds of an arm that equals the baseline, where equal seeds would give equal runs, and of the runs that tune.
+EQUAL_SEEDS, TUNING_SEEDS = 1000, 2000
+NUM_TUNING_SEEDS, TUNING_FACTORS = 2, (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass
+class Result:
+    """A comparison at one model size. Changes are those of the geometric mean over seeds, as fractions."""
+
+    size: float = 1.0
+    """Factor on the parameters."""
+    verdict: str = "unknown"
+    """better, worse, no difference, unknown, failed or identical."""
+    message: str = ""
+    """Why the verdict is failed or identical."""
+    seeds: int = 0
+    effect: float | None = None
+    low: float | None = None
+    """Lower end of the 95% interval, which holds whenever the test stops."""
+    high: float | None = None
+    more_seeds: int | None = None
+    """Estimated number of further seeds of each arm until there is a verdict."""
+    losses: list[list[float]] = field(default_factory=list)
+    """What is compared, of the baseline and of the candidate, by seed."""
+    compute_multiplier: Estimate | None = None
+
+
+class Comparison:
+    """A candidate arm and a baseline arm.
+
+    Raises ConfigError if the idea is refused, changes nothing, or changes what the loss means.
+    """
+
+    def __init__(self, config: ExperimentConfig, idea: Idea, lab: Path, trees: Worktrees, jobs: JobRunner):
+        self.config, self.jobs = config, jobs
+        base, launch = idea.base or head_commit(), Launch.parse(config.launch)
+        code = trees.folder(merge(base, [idea]))
+        words = [*config.common, *idea.settings]
+        self.baseline = Arm.resolve(trees.folder(base), launch, config.common, lab)
+        self.candidate = Arm.resolve(code, launch, words, lab, is_judged=bool(idea.diff))
+        if idea.diff and self.candidate.digest == self.baseline.digest:
+            raise ConfigError(f"idea: {idea.text!r} changes neither code that trains nor a setting")
+        judge.check_targets(self.baseline, self.candidate.settings)
+
+    def run(self) -> list[Result]:
+        """Compare both arms at each size, until the candidate fails or trains the weights of the baseline."""
+        if self.candidate.is_judged and (failed := judge.failed_checks(self.candidate)):
+            return [Result(verdict="failed", message=f"it breaks checks of verify.py: {failed}")]
+        arms, results = [self.baseline, self.candidate], []
+        try:
+            if self.config.tune:
+                arms = [self.tune(arm) for arm in arms]
+            for size in self.config.factors:
+                baseline, candidate = (scale_parameters(arm, size) for arm in arms)
+                results.append(result := self.compare(baseline, candidate))
+                result.size = size
+                if result.verdict in ("better", "worse") and self.config.speedup:
+                    result.compute_multiplier = self.compute_multiplier(baseline, result)
+                if result.verdict in ("failed", "identical"):
+                    break
+        except OutOfTime:
+            print("minutes: the time is spent; run the same command again to resume")
+        return results or [Result()]
+
+    def compare(self, baseline: Arm, candidate: Arm) -> Result:
+        """Train seeds of both arms until there is a verdict, or the seeds or the time are used up."""
+        is_equal, result = baseline.digest == candidate.digest, Result()
+        pairs = [
+            (baseline.job(seed), candidate.job(seed + EQUAL_SEEDS * is_equal))
+            for seed in range(self.config.first_seed, self.config.first_seed + self.config.max_seeds)
+        ]
+        for n in range(1, len(pairs) + 1):
+            try:
+                if failure := self.train(pairs, n, baseline):
+                    return Result(verdict="failed", message=failure)
+            except OutOfTime:
+                break
+            first = [job.run.newest_metrics().get("state/digest") for job in pairs[0]]
+            if first[0] == first[1] is not None:
+                return Result(verdict="identical", message="both arms train the same weights, bit for bit")
+            runs = [[pair[index].run for pair in pairs[:n]] for index in (0, 1)]
+            scores = [
+                judge.score(self.baseline, arm, own, self.config.metric)
+                for arm, own in zip((baseline, candidate), runs, strict=True)
+            ]
+            if problem := next((score.problem for score in [*scores[0], *scores[1]] if score.problem), ""):
+                return Result(verdict="failed", message=problem)
+            result = self.analyse([[score.loss for score in own] for own in scores])
+            if result.verdict != "unknown":
+                break
+        return result
+
+    def train(self, pairs: list[tuple[Job, Job]], n: int, baseline: Arm) -> str:
+        """Train the first n pairs of runs, and later ones on cores that would be idle.
+
+        Returns:
+            Why the candidate does not train; "" if it does.
+
+        Raises:
+            RunError: the baseline does not train, or a run was killed.
+            OutOfTime: the time is spent, and some of the n pairs are not finished.
+        """
+        needed = [job for pair in pairs[:n] for job in pair]
+        unfinished = sum(not job.is_finished() for job in needed)
+        if not unfinished:
+            return ""
+        ahead = [job for pair in pairs[n:] for job in pair if not job.is_finished()]
+        ahead = ahead[: -unfinished % self.jobs.max_running]
+        try:
+            self.jobs.train([*needed, *ahead], until_failure=False)
+        except OutOfTime:
+            if not all(job.is_finished() for job in needed):
+                raise
+        for job in needed:
+            if failed := self.jobs.failures.get(job):
+                if failed.killed or job in (pair[0] for pair in pairs):
+                    raise RunError(f"{job.run.path}: {failed}; rerun the same command to resume")
+                return f"does not train: {failed}; log: {job.output}"
+        return ""
+
+    def analyse(self, losses: list[list[float]]) -> Result:
+        """Return the result after some seeds of the baseline and the candidate."""
+        is_ratio = min(map(min, losses)) > 0  # a metric may be zero or negative, and has no logarithm then
+        difference = estimate_difference(*([math.log(x) for x in own] if is_ratio else own for own in losses))
+        margin = self.config.margin * (1 if is_ratio else abs(statistics.fmean(losses[0])))
+        result = Result(verdict="unknown", seeds=difference.seeds, losses=losses)
+        if difference.seeds < MIN_SEEDS:
+            return result
+        changes = difference.mean, difference.low, difference.high
+        result.effect, result.low, result.high = [math.expm1(x) for x in changes] if is_ratio else changes
+        result.verdict, result.more_seeds = decide(difference, margin), additional_seeds(difference, margin)
+        return result
+
+    def compute_multiplier(self, baseline: Arm, result: Result) -> Estimate | None:
+        """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
+        points = [(1.0, loss) for loss in result.losses[0]]
+        for factor in BUDGETS:
+            arm = scale_steps(baseline, factor)
+            jobs = [arm.job(seed) for seed in range(BUDGET_SEEDS)]
+            self.jobs.train(jobs)
+            scores = judge.score(self.baseline, arm, [job.run for job in jobs], self.config.metric)
+            points += [(factor, score.loss) for score in scores]
+        return estimate_compute_multiplier(points, *result.losses)
+
+    def tune(self, arm: Arm) -> Arm:
+        """Return the arm with the best of several values of a setting, by the mean over separate seeds.
+
+        Raises:
+            ConfigError: the setting is not a number, or 0, or training fails with all values.
+        """
+        setting = self.config.tune or ""
+        value = arm.settings.get(setting)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value:
+            raise ConfigError(f"tune: {setting!r} is {value!r}; name a setting with a number other than 0")
+        values: list[float] = [value * factor for factor in TUNING_FACTORS]
+        if isinstance(value, int):
+            values = sorted({max(1, round(one)) for one in values})
+        arms = [arm.changed({setting: one}) for one in values]
+        jobs = {one.digest: [one.job(TUNING_SEEDS + seed) for seed in range(NUM_TUNING_SEEDS)] for one in arms}
+        self.jobs.train([job for several in jobs.values() for job in several], until_failure=False)
+        # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
+        losses = {
+            one: statistics.fmean(score.loss for score in judge.score(self.baseline, one, [job.run for job in own]))
+            for one, own in zip(arms, jobs.values(), strict=True)
+            if all(job.is_finished() for job in own)
+        }
+        if not losses:
+            raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
+        best = min(losses, key=losses.__getitem__)
+        print(
+            f"tune: {setting} {best.settings[setting]:g}" + ", at an end of the range" * (best in (arms[0], arms[-1]))
+        )
+        return best

@@ -1,0 +1,131 @@
+"""Losses of finished runs: as logged by trusted code, computed by tools/experiment/scorer.py for a candidate's code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from config.errors import ConfigError, RunError
+from data.files import write_atomically
+from data.json_objects import parse_object
+from run.directory import Run
+from tools.experiment.arm import CANDIDATE, EXCESS_LOSS, LOSS, Arm, last_frame
+from tools.experiment.change import ROOT
+
+# Settings that determine the rows on which a run trains and is evaluated, with those of `data`.
+ROW_SETTINGS = {"seed", "steps", "global_batch_size", "micro_batch_size", "seq_len", "evaluation.num_samples"}
+ROW_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps", "evaluation.micro_batch_size"}
+# Settings that determine which tokens are predicted, with those of `data` but for the ones that do not.
+TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
+NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a run is compared by."""
+
+    loss: float = 0.0
+    """Excess loss over the entropy of the data where that is known, otherwise the loss, in nats/token."""
+    problem: str = ""
+    """Why the loss is not credible; "" if it is."""
+
+
+def score(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = None) -> list[Score]:
+    """Return the scores of finished runs of an arm.
+
+    Args:
+        baseline: the arm whose code judges.
+        arm: the arm of the runs.
+        runs: runs that have completed all steps.
+        metric: a logged metric instead of the loss; such runs are judged as well.
+
+    Raises:
+        RunError: the code of the arm cannot load or evaluate a checkpoint.
+    """
+    runs = list(runs)
+    rows = [run.newest_metrics() for run in runs]
+    logged = [row.get(metric) if metric else row.get(EXCESS_LOSS, row.get(LOSS)) for row in rows]
+    if not arm.is_judged:
+        return [as_score(value) for value in logged]
+    files = [arm.lab / "scores" / f"{run.path.name}.json" for run in runs]
+    missing = [(run, file) for run, file in zip(runs, files, strict=True) if not file.exists()]
+    answers = run_scorer(baseline, arm, [run for run, _ in missing]) if missing else []
+    for (_, file), answer in zip(missing, answers, strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(answer))
+    for run in runs:  # nothing else reads them
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+    judged = [parse_object(file.read_bytes()) for file in files]
+    scores = []
+    for answer, value in zip(judged, logged, strict=True):
+        loss = value if metric else answer["loss"] - (answer["entropy"] or 0.0)
+        scores.append(Score(problem=answer["problem"]) if answer["problem"] else as_score(loss))
+    return scores
+
+
+def as_score(loss: object) -> Score:
+    """Return the score of a loss, which is not credible unless it is a number."""
+    return Score(float(loss)) if isinstance(loss, int | float) else Score(problem="its metric is not logged")
+
+
+def run_scorer(baseline: Arm, arm: Arm, runs: list[Run]) -> list[dict]:
+    """Run tools/experiment/scorer.py; raise RunError if the candidate's code crashes in it."""
+    requests = []
+    for run in runs:
+        settings = {
+            name: value
+            for name, value in run.settings.items()
+            if name in baseline.settings and (name in ROW_SETTINGS or name.startswith("data."))
+        }
+        sessions = [(session.step, session.processes or 1) for session in run.sessions()]
+        rows = sorted(map(str, (arm.lab / "rows").glob(f"{run.path.name}.*")))
+        words = [*baseline.words, "--schedule.warmup_steps=0", "--schedule.decay_steps=null"]
+        requests.append(
+            {"run": str(run.path), "words": words, "settings": settings, "rows": rows, "sessions": sessions}
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code), str(arm.code)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        input="\n".join(map(json.dumps, requests)),
+        capture_output=True,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for tools.experiment to handle
+    )
+    if done.returncode:
+        raise RunError(f"its runs cannot be scored: {last_line(done)}{last_frame(done.stderr, arm.code)}")
+    return [parse_object(line) for line in done.stdout.splitlines()]
+
+
+def check_targets(baseline: Arm, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if some settings differ from the baseline's so that other tokens are predicted."""
+    for name, value in settings.items():
+        is_target = name in TARGET_SETTINGS or (name.startswith("data.") and name not in NOT_TARGET_SETTINGS)
+        if is_target and baseline.settings.get(name) != value:
+            raise ConfigError(f"{name}: {value} changes which tokens are predicted; give it to all runs")
+
+
+def failed_checks(arm: Arm) -> str:
+    """Return the checks of verify.py that the code of an arm fails, which are kept by its digest; "" if none."""
+    file = arm.lab / "checks" / f"{arm.digest}.json"
+    if not file.exists():
+        done = subprocess.run(
+            [sys.executable, str(CANDIDATE), str(arm.code), "checks", *arm.words],
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+        )
+        if done.returncode:
+            return f"verify.py crashes: {last_line(done)}{last_frame(done.stderr, arm.code)}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, done.stdout.splitlines()[-1])
+    return "; ".join(f"{name}: {figure}" for name, figure in parse_object(file.read_bytes()).items())
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed program has printed."""
+    return next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")

@@ -1,0 +1,371 @@
+"""A screen of ideas: runs with a few of the ideas on in each.
+
+A lab keeps one screen for each baseline, LAB/screens/BASELINE/screen.json: its ideas and its rows, each a run with the
+ideas that are on in it. The same command resumes it; more runs or more ideas extend it.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.errors import ConfigError, RunError
+from data.files import lock, write_atomically
+from data.json_objects import parse_object
+from run.directory import Run
+from tools.experiment import judge
+from tools.experiment.arm import Arm, scale_steps
+from tools.experiment.change import Idea, Worktrees, head_commit, merge, parse_ideas
+from tools.experiment.design import extend_design
+from tools.experiment.settings import ExperimentConfig
+from tools.jobs.launch import Launch
+from tools.jobs.runner import Job, JobRunner
+
+# An idea of every screen that measures what compute is worth: it trains this fraction of the steps.
+CONTROL_STEPS = 0.8
+CONTROL = f"control: {100 - 100 * CONTROL_STEPS:.0f}% fewer steps"
+DIGEST_STEPS = 12  # after which merged patches with all ideas off must have the digest of the code without them
+RUNS_PER_IDEA, MORE_RUNS = 4, 8
+SCORED_AT_ONCE = 4  # runs of one code; each time, three processes import torch
+PROGRESS_SECONDS = 60
+
+
+@dataclass
+class Row:
+    """A run of a screen."""
+
+    seed: int
+    ideas: list[str]
+    """Keys of the ideas that are on."""
+    run: str = ""
+    """Name of its directory in LAB/runs."""
+    loss: float | None = None
+    """None until the run is finished and scored."""
+    failure: str = ""
+    """Why the run failed, or its loss is not credible."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run need not be trained any more."""
+        return self.loss is not None or bool(self.failure)
+
+
+@dataclass
+class Record:
+    """Content of screen.json."""
+
+    words: list[str]
+    """Settings of all runs."""
+    ideas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By key: the fields of each idea, and as `failure` why it cannot be on."""
+    exclusive: list[list[str]] = field(default_factory=list)
+    """Pairs of keys that are never on together."""
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, file: Path) -> "Record":
+        """Read screen.json; raise ConfigError if it is absent or damaged."""
+        try:
+            content: dict[str, Any] = parse_object(file.read_bytes())
+            content["rows"] = [Row(**row) for row in content["rows"]]
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"lab: {file} cannot be read: {error}") from None
+
+    def add_idea(self, idea: Idea, failure: str) -> None:
+        """Add an idea, which never is on if there is a failure."""
+        self.ideas[idea.key] = asdict(idea) | {"failure": failure}
+
+    def idea(self, key: str) -> Idea:
+        """Return an idea."""
+        one = self.ideas[key]
+        return Idea(one["text"], tuple(one["settings"]), one["base"], one["diff"])
+
+
+class Screen:
+    """The screen of a baseline while it runs.
+
+    Raises ConfigError if an idea is refused, its patch does not apply, or it changes what the loss means, and RunError
+    if the baseline does not start.
+    """
+
+    def __init__(self, config: ExperimentConfig, lab: Path, trees: Worktrees, jobs: JobRunner):
+        self.config, self.lab, self.trees, self.jobs = config, lab, trees, jobs
+        self.head = self.merged = head_commit()
+        """`merged` is the head with the patches that settings switch and that conflict with no other: `common`."""
+        self.common: set[str] = set()
+        self.baseline = Arm.resolve(trees.folder(self.head), Launch.parse(config.launch), config.common, lab)
+        self.folder = lab / "screens" / self.baseline.name
+        file = self.folder / "screen.json"
+        self.record = Record.read(file) if file.exists() else Record([*self.baseline.words])
+        self.num_ended = sum(row.is_done for row in self.record.rows)
+        self.wanted: list[str] = []
+        """Keys of the ideas that new rows may have."""
+        self.started: dict[Job, tuple[Row, Arm, float]] = {}
+        self.unscored: dict[Path, list[tuple[Row, Arm]]] = {}
+        self.durations: list[float] = []
+        self.skipped = ""
+        self.start_time = self.last_progress = time.monotonic()
+        self.find_ideas()
+
+    def save(self) -> None:
+        """Write screen.json."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "screen.json", json.dumps(asdict(self.record), indent=1) + "\n")
+
+    # Ideas
+
+    def find_ideas(self) -> bool:
+        """Read the ideas, of which folders may have new ones; return whether there are any.
+
+        The first time, a wrong idea raises ConfigError; later it is reported and ignored.
+        """
+        try:
+            ideas = [*parse_ideas(self.config.ideas), control(self.baseline)]
+            if self.wanted and {idea.key for idea in ideas} <= self.record.ideas.keys():
+                return False
+            for idea in ideas:
+                if idea.key not in self.record.ideas:
+                    self.add(idea)
+            self.wanted = [idea.key for idea in ideas if not self.record.ideas[idea.key]["failure"]]
+            self.merge_patches()
+        except ConfigError as error:
+            if not self.wanted:
+                raise
+            if str(error) != self.skipped:
+                print(f"ignored: {error}", file=sys.stderr)
+            self.skipped = str(error)
+            return False
+        self.save()
+        return True
+
+    def add(self, idea: Idea) -> None:
+        """Check a new idea, and find the others that cannot be on with it."""
+        failure = ""
+        try:
+            arm = self.arm([idea])
+            judge.check_targets(self.baseline, {name: arm.settings[name] for name in idea.setting_names})
+            if idea.diff and arm.digest == self.baseline.digest:
+                raise ConfigError("changes neither code that trains nor a setting")
+            failure = judge.failed_checks(arm) if idea.diff else ""
+        except ConfigError as error:
+            raise ConfigError(f"idea: {idea.text!r}: {error}") from None
+        except RunError as error:
+            failure = str(error)
+        for key in self.record.ideas:
+            other = self.record.idea(key)
+            if idea.setting_names & other.setting_names or (idea.files & other.files and self.conflict(other, idea)):
+                self.record.exclusive.append([key, idea.key])
+        self.record.add_idea(idea, failure)
+        if failure:
+            print(f"idea: {idea.text}: {failure}", file=sys.stderr)
+
+    def conflict(self, *ideas: Idea) -> bool:
+        """Return whether the patches of ideas cannot be merged."""
+        try:
+            merge(self.head, ideas)
+        except ConfigError:
+            return True
+        return False
+
+    def merge_patches(self) -> None:
+        """Merge the patches that a setting switches; raise ConfigError if one changes the code with the setting off."""
+        in_conflict = {key for pair in self.record.exclusive for key in pair}
+        merged, common = self.head, []
+        for idea in map(self.record.idea, self.wanted):
+            if idea.diff and idea.settings and idea.key not in in_conflict:
+                with suppress(ConfigError):  # it conflicts with several others together
+                    merged = merge(merged, [idea])
+                    common.append(idea)
+        if common and merged != self.merged:
+            expected = self.short_digest(self.head)
+            if self.short_digest(merged) != expected:
+                alone = [idea.text for idea in common if self.short_digest(merge(self.head, [idea])) != expected]
+                raise ConfigError(
+                    f"idea: {', '.join(alone) or 'patches together'}: with the settings off, this code trains other "
+                    "weights than the code without it; new settings must change nothing by default"
+                )
+        self.merged, self.common = merged, {idea.key for idea in common}
+
+    def short_digest(self, commit: str | None) -> str:
+        """Return `state/digest` of a short run of the baseline's settings with the code of a commit."""
+        short = scale_steps(self.baseline, DIGEST_STEPS / self.baseline.settings["steps"])
+        words = [*short.changed({"evaluation.num_samples": 2}).words]
+        job = Arm.resolve(self.trees.folder(commit), short.launch, words, self.lab).job(0)
+        self.jobs.train([job])
+        return job.run.newest_metrics()["state/digest"]
+
+    def arm(self, on: list[Idea]) -> Arm:
+        """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes."""
+        own = [idea for idea in on if idea.key not in self.common]
+        code = self.trees.folder(merge(self.merged, own))
+        words = [*self.baseline.words, *(word for idea in on for word in idea.settings)]
+        return Arm.resolve(code, self.baseline.launch, words, self.lab, is_judged=code != self.baseline.code)
+
+    # Rows
+
+    @property
+    def num_runs(self) -> int:
+        """Number of rows of the whole screen, as far as it is known."""
+        if self.config.runs:
+            return self.config.runs
+        if not self.config.minutes:
+            return RUNS_PER_IDEA * len(self.wanted) + MORE_RUNS
+        left = 60 * self.config.minutes - (time.monotonic() - self.start_time)
+        per_run = float(np.mean(self.durations)) if self.durations else math.inf
+        more = math.ceil(left / per_run * self.jobs.max_running)
+        return len(self.record.rows) + max(more, len(self.wanted), self.jobs.max_running)
+
+    def is_time_left(self) -> bool:
+        """Return whether a run that starts now would end in time."""
+        if not self.config.minutes:
+            return True
+        ends_at = time.monotonic() - self.start_time + max(self.durations, default=0)
+        return ends_at < 60 * self.config.minutes
+
+    def plan(self) -> list[Row]:
+        """Return the next rows of the design."""
+        columns = self.wanted
+        before = np.array([[key in row.ideas for key in columns] for row in self.record.rows], bool)
+        exclusive = [(columns.index(a), columns.index(b)) for a, b in self.record.exclusive if {a, b} <= {*columns}]
+        num_rows = len(self.record.rows)
+        new = extend_design(before.reshape(num_rows, len(columns)), self.num_runs - num_rows, exclusive=exclusive)
+        return [
+            Row(num_rows + index, [key for key, is_on in zip(columns, row, strict=True) if is_on])
+            for index, row in enumerate(new)
+        ]
+
+    def jobs_to_train(self) -> Iterator[Job]:
+        """Yield the runs that are not finished, then those of new rows, each planned when it is asked for."""
+        for row in self.record.rows:
+            if not row.is_done:
+                yield self.start(row)
+        planned: list[Row] = []
+        while len(self.record.rows) < self.num_runs and self.is_time_left():
+            if self.find_ideas() or not planned:
+                planned = self.plan()
+            row = planned.pop(0)
+            job = self.start(row)
+            self.record.rows.append(row)
+            self.save()
+            yield job
+
+    def start(self, row: Row) -> Job:
+        """Return the run of a row, without ideas that cannot be on together."""
+        on = [*map(self.record.idea, row.ideas)]
+        while True:
+            try:
+                arm = self.arm(on)
+                break
+            except ConfigError as error:
+                one, other = self.find_pair(on, str(error))
+                self.record.exclusive.append([one.key, other.key])
+                on.remove(other)
+        row.ideas = [idea.key for idea in on]
+        job = arm.job(row.seed)
+        row.run = job.run.path.name
+        self.started[job] = row, arm, time.monotonic()
+        return job
+
+    def find_pair(self, on: list[Idea], message: str) -> tuple[Idea, Idea]:
+        """Return two ideas that cannot be on together, as no others of a row would be refused."""
+        for pair in combinations(on, 2):
+            try:
+                self.arm([*pair])
+            except ConfigError:
+                return pair
+        raise ConfigError(f"idea: {', '.join(idea.text for idea in on)} cannot be on together: {message}")
+
+    # Running
+
+    def run(self) -> None:
+        """Train and score runs until there are enough, or the time is spent.
+
+        Raises:
+            ConfigError: another process runs this screen.
+            Stopped: a signal was received; what has finished is saved.
+            RunError: a disk is full.
+        """
+        with open(self.folder / ".lock", "w") as file, ThreadPoolExecutor(1) as pool:
+            if not lock(file):
+                remedy = "to add ideas, write patches into a folder that it was given"
+                raise ConfigError(f"lab: another process runs {self.folder}; {remedy}")
+            scoring: list[Future[None]] = []
+            try:
+                for job in self.jobs.stream(self.jobs_to_train(), progress=self.print_progress):
+                    row, arm, start_time = self.started.pop(job)
+                    if job in self.jobs.failures:
+                        row.failure = str(self.jobs.failures[job]) or "ends with an error after its last step"
+                    elif job.is_finished():
+                        self.durations.append(time.monotonic() - start_time)
+                        runs = self.unscored.setdefault(arm.code, [])
+                        runs.append((row, arm))
+                        if len(runs) >= SCORED_AT_ONCE or not arm.is_judged:
+                            scoring.append(pool.submit(self.score, self.unscored.pop(arm.code)))
+                    self.num_ended += 1
+                    self.save()
+                    print(self.describe(row), file=sys.stderr)
+            finally:
+                scoring += [pool.submit(self.score, runs) for runs in self.unscored.values()]
+                wait(scoring)
+                self.save()
+            for future in scoring:
+                future.result()  # raises what scoring raised
+
+    def score(self, runs: list[tuple[Row, Arm]]) -> None:
+        """Set the losses of finished rows whose runs have the same code."""
+        rows, arms = zip(*runs, strict=True)
+        try:
+            scores = judge.score(self.baseline, arms[0], [Run(self.lab / "runs" / row.run) for row in rows])
+            for row, score in zip(rows, scores, strict=True):
+                row.loss, row.failure = (None if score.problem else score.loss), score.problem
+        except RunError as error:
+            for row in rows:
+                row.failure = str(error)
+
+    def describe(self, row: Row) -> str:
+        """Return a line about a row that has ended."""
+        ideas = ", ".join(self.record.idea(key).text for key in row.ideas) or "the baseline"
+        loss = Run(self.lab / "runs" / row.run).newest_metrics().get("val/loss")
+        result = row.failure or f"val/loss {loss:.4f}"
+        return f"[run {self.num_ended} / {self.num_runs}] {result}; on: {ideas}{self.time_left()}"
+
+    def time_left(self) -> str:
+        """Return how long the screen still takes, as text."""
+        if not self.durations:
+            return ""
+        left = self.num_runs - self.num_ended
+        return f"; about {left * np.mean(self.durations) / self.jobs.max_running / 60:.1f} minutes left"
+
+    def print_progress(self) -> None:
+        """Print a line about the runs that train, every PROGRESS_SECONDS."""
+        if time.monotonic() - self.last_progress < PROGRESS_SECONDS:
+            return
+        self.last_progress = time.monotonic()
+        steps = (
+            f"row {row.seed} at step {job.run.newest_metrics()['step']}" for job, (row, _, _) in self.started.items()
+        )
+        print(f"training {', '.join(steps)}{self.time_left()}", file=sys.stderr)
+
+
+def control(baseline: Arm) -> Idea:
+    """Return the idea of every screen that trains fewer steps, with a schedule of the same shape."""
+    shorter = scale_steps(baseline, CONTROL_STEPS)
+    changes = {name: value for name, value in shorter.settings.items() if baseline.settings[name] != value}
+    changes.pop("data.num_samples", None)
+    words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    return Idea(CONTROL, tuple(words))
+
+
+def is_control(idea: Idea) -> bool:
+    """Return whether an idea is the control of a screen."""
+    return idea.text == CONTROL
