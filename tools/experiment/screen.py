@@ -101,7 +101,7 @@ class Screen:
     def __init__(self, config: ExperimentConfig, lab: Path, trees: Worktrees, jobs: JobRunner):
         self.config, self.lab, self.trees, self.jobs = config, lab, trees, jobs
         self.head = self.merged = head_commit()
-        """`merged` is the head with the patches that settings switch and that conflict with no other: `common`."""
+        """`merged` is the head with patches that settings switch, as many as can be merged: `common`."""
         self.common: set[str] = set()
         self.baseline = Arm.resolve(trees.folder(self.head), Launch.parse(config.launch), config.common, lab)
         self.folder = lab / "screens" / self.baseline.name
@@ -179,11 +179,10 @@ class Screen:
 
     def merge_patches(self) -> None:
         """Merge the patches that a setting switches; raise ConfigError if one changes the code with the setting off."""
-        in_conflict = {key for pair in self.record.exclusive for key in pair}
         merged, common = self.head, []
         for idea in map(self.record.idea, self.wanted):
-            if idea.diff and idea.settings and idea.key not in in_conflict:
-                with suppress(ConfigError):  # it conflicts with several others together
+            if idea.diff and idea.settings:
+                with suppress(ConfigError):  # it conflicts with those before it
                     merged = merge(merged, [idea])
                     common.append(idea)
         if common and merged != self.merged:
@@ -206,8 +205,9 @@ class Screen:
 
     def arm(self, on: list[Idea]) -> Arm:
         """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes."""
-        own = [idea for idea in on if idea.key not in self.common]
-        code = self.trees.folder(merge(self.merged, own))
+        patches = [idea for idea in on if idea.diff]
+        are_merged = patches and all(idea.key in self.common for idea in patches)
+        code = self.trees.folder(self.merged if are_merged else merge(self.head, patches))
         words = [*self.baseline.words, *(word for idea in on for word in idea.settings)]
         return Arm.resolve(code, self.baseline.launch, words, self.lab, is_judged=code != self.baseline.code)
 
