@@ -22,6 +22,7 @@ from pathlib import Path
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from data.files import temporary_folder, write_once
+from tools.experiment.settings import PER_RUN_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 # Equal code has equal commits, whenever they are made.
@@ -36,6 +37,7 @@ OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quoteP
 # Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
 DATA_FILES = ("data/", "training/evaluation.py")
 PATCH_SUFFIXES = (".patch", ".diff")
+PRINTING_OPTIONS = ("--help", "-h", "--print_config")
 SETTINGS_LINE = "Settings:"  # begins a line above the first diff of a patch
 
 
@@ -93,25 +95,24 @@ class Idea:
         return write_once(folder / f"{sha256(content).hexdigest()[:12]}.diff", content)
 
 
-def parse_ideas(arguments: Iterable[str]) -> list[Idea]:
-    """Parse ideas, each an argument; a folder stands for the patches in it, a text file for an idea in each line.
-
-    Raises:
-        ConfigError: an argument is no idea, changes nothing, or changes what the losses mean.
-    """
-    ideas: dict[str, Idea] = {}
+def idea_texts(arguments: Iterable[str]) -> list[str]:
+    """Return the text of each idea; a folder stands for the patches in it, a text file for an idea in each line."""
+    texts = []
     for argument in arguments:
         path = expand_user_path("idea", argument) if argument != "." else Path()
         if argument != "." and path.is_dir():
-            texts = [str(file) for file in sorted(path.iterdir()) if is_patch(file)]
+            texts += [str(file) for file in sorted(path.iterdir()) if is_patch(file)]
         elif path.suffix == ".txt" and path.is_file():
             lines = [line.strip() for line in path.read_text().splitlines()]
-            texts = [line for line in lines if line and not line.startswith("#")]
+            texts += [line for line in lines if line and not line.startswith("#")]
         else:
-            texts = [argument]
-        for idea in map(parse_idea, texts):
-            ideas.setdefault(idea.key, idea)
-    return [*ideas.values()]
+            texts.append(argument)
+    return texts
+
+
+def parse_ideas(arguments: Iterable[str]) -> list[Idea]:
+    """Parse arguments to ideas, each idea once; raise ConfigError as `parse_idea` does."""
+    return [*{idea.key: idea for idea in map(parse_idea, idea_texts(arguments))}.values()]
 
 
 def parse_idea(text: str) -> Idea:
@@ -123,7 +124,8 @@ def parse_idea(text: str) -> Idea:
             diff of a patch gives settings, too.
 
     Raises:
-        ConfigError: the text is none of these, changes nothing, or changes what the losses mean.
+        ConfigError: the text is none of these, changes nothing, changes what the losses mean, or sets what is not of
+            the training.
     """
     try:
         words = shlex.split(text)
@@ -132,7 +134,7 @@ def parse_idea(text: str) -> Idea:
     if not any(words):
         raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
     if words[0].startswith("--"):
-        return Idea(text, tuple(words))
+        return Idea(text, check_options(words))
     code, *settings = words
     check_repository(code)
     base, commit = resolve_commits(code)
@@ -143,13 +145,21 @@ def parse_idea(text: str) -> Idea:
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if code == "." else f"{code!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
-    idea = Idea(text, tuple(settings), base, diff_of(base, commit))
+    idea = Idea(text, check_options(settings), base, diff_of(base, commit))
     if idea.data_files:
         raise ConfigError(
             f"idea: {text!r} changes {', '.join(idea.data_files)}, which define the data, the evaluation or the seeds, "
             "so its losses would mean something else"
         )
     return idea
+
+
+def check_options(words: list[str]) -> tuple[str, ...]:
+    """Return the settings of an idea; raise ConfigError if one is set for each run, or is not of the training."""
+    for word in words:
+        if word.partition("=")[0] in (*PER_RUN_OPTIONS, *PRINTING_OPTIONS):
+            raise ConfigError(f"idea: {word} is set for each run, or prints something; leave it out")
+    return tuple(words)
 
 
 def is_patch(file: Path) -> bool:

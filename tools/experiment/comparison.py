@@ -6,10 +6,14 @@ unknown). Differences of it are reported as changes of the geometric mean.
 
 import math
 import statistics
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from config.errors import ConfigError, RunError
+from run.directory import Run
 from tools.experiment import judge
 from tools.experiment.arm import Arm, scale_parameters, scale_steps
 from tools.experiment.change import Idea, Worktrees, head_commit, merge
@@ -44,7 +48,11 @@ class Result:
     """Estimated number of further seeds of each arm until there is a verdict."""
     losses: list[list[float]] = field(default_factory=list)
     """What is compared, of the baseline and of the candidate, by seed."""
+    is_ratio: bool = True
+    """False where a loss is not positive: changes are then differences of means."""
     compute_multiplier: Estimate | None = None
+    cost: dict[str, list[Any]] = field(default_factory=dict)
+    """Size, speed and memory of the first run of each arm."""
 
 
 class Comparison:
@@ -68,6 +76,8 @@ class Comparison:
         """Compare both arms at each size, until the candidate fails or trains the weights of the baseline."""
         if self.candidate.is_judged and (failed := judge.failed_checks(self.candidate)):
             return [Result(verdict="failed", message=f"it breaks checks of verify.py: {failed}")]
+        if self.config.minutes:
+            self.jobs.deadline = time.monotonic() + 60 * self.config.minutes
         arms, results = [self.baseline, self.candidate], []
         try:
             if self.config.tune:
@@ -80,8 +90,8 @@ class Comparison:
                     result.compute_multiplier = self.compute_multiplier(baseline, result)
                 if result.verdict in ("failed", "identical"):
                     break
-        except OutOfTime:
-            print("minutes: the time is spent; run the same command again to resume")
+        except OutOfTime as error:
+            print(error, file=sys.stderr)
         return results or [Result()]
 
     def compare(self, baseline: Arm, candidate: Arm) -> Result:
@@ -95,7 +105,8 @@ class Comparison:
             try:
                 if failure := self.train(pairs, n, baseline):
                     return Result(verdict="failed", message=failure)
-            except OutOfTime:
+            except OutOfTime as error:
+                print(error, file=sys.stderr)
                 break
             first = [job.run.newest_metrics().get("state/digest") for job in pairs[0]]
             if first[0] == first[1] is not None:
@@ -105,9 +116,14 @@ class Comparison:
                 judge.score(self.baseline, arm, own, self.config.metric)
                 for arm, own in zip((baseline, candidate), runs, strict=True)
             ]
-            if problem := next((score.problem for score in [*scores[0], *scores[1]] if score.problem), ""):
-                return Result(verdict="failed", message=problem)
+            problems = [next((score.problem for score in own if score.problem), "") for own in scores]
+            if problems[0]:
+                raise ConfigError(f"metric: the baseline cannot be compared: {problems[0]}")
+            if problems[1]:
+                return Result(verdict="failed", message=problems[1])
             result = self.analyse([[score.loss for score in own] for own in scores])
+            costs = [cost(own[0]) for own in runs]
+            result.cost = {name: [one[name] for one in costs] for name in costs[0]}
             if result.verdict != "unknown":
                 break
         return result
@@ -136,8 +152,10 @@ class Comparison:
         for job in needed:
             if failed := self.jobs.failures.get(job):
                 if failed.killed or job in (pair[0] for pair in pairs):
-                    raise RunError(f"{job.run.path}: {failed}; rerun the same command to resume")
+                    raise RunError(f"{job.run.path}: {failed}; run the same command again to resume")
                 return f"does not train: {failed}; log: {job.output}"
+            if not job.is_finished():
+                raise RunError(f"{job.run.path}: stopped from elsewhere; run the same command again to resume")
         return ""
 
     def analyse(self, losses: list[list[float]]) -> Result:
@@ -145,7 +163,7 @@ class Comparison:
         is_ratio = min(map(min, losses)) > 0  # a metric may be zero or negative, and has no logarithm then
         difference = estimate_difference(*([math.log(x) for x in own] if is_ratio else own for own in losses))
         margin = self.config.margin * (1 if is_ratio else abs(statistics.fmean(losses[0])))
-        result = Result(verdict="unknown", seeds=difference.seeds, losses=losses)
+        result = Result(seeds=difference.seeds, losses=losses, is_ratio=is_ratio)
         if difference.seeds < MIN_SEEDS:
             return result
         changes = difference.mean, difference.low, difference.high
@@ -159,9 +177,9 @@ class Comparison:
         for factor in BUDGETS:
             arm = scale_steps(baseline, factor)
             jobs = [arm.job(seed) for seed in range(BUDGET_SEEDS)]
-            self.jobs.train(jobs)
-            scores = judge.score(self.baseline, arm, [job.run for job in jobs], self.config.metric)
-            points += [(factor, score.loss) for score in scores]
+            self.jobs.train(jobs, until_failure=False)
+            runs = [job.run for job in jobs if job.is_finished()]
+            points += [(factor, score.loss) for score in judge.score(self.baseline, arm, runs, self.config.metric)]
         return estimate_compute_multiplier(points, *result.losses)
 
     def tune(self, arm: Arm) -> Arm:
@@ -189,7 +207,18 @@ class Comparison:
         if not losses:
             raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
         best = min(losses, key=losses.__getitem__)
-        print(
-            f"tune: {setting} {best.settings[setting]:g}" + ", at an end of the range" * (best in (arms[0], arms[-1]))
-        )
+        at_end = ", at an end of the range" * (best in (arms[0], arms[-1]))
+        print(f"tune: {setting} {best.settings[setting]:g}{at_end}", file=sys.stderr)
         return best
+
+
+def cost(run: Run) -> dict[str, Any]:
+    """Return what a run took."""
+    session, newest, speed = run.sessions()[-1], run.newest_metrics(), run.tokens_per_second()
+    return {
+        "parameters": session.parameters,
+        "flops_per_token": session.flops_per_token,
+        "tokens": newest.get("train/tokens"),
+        "tokens_per_second": None if math.isnan(speed) else speed,
+        "peak_memory_bytes": newest.get("perf/peak_memory_bytes"),
+    }

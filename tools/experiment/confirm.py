@@ -4,21 +4,22 @@ import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from scipy import stats
 
 from config.errors import ConfigError, RunError
-from config.paths import expand_user_path
 from run.directory import Run
 from tools.experiment import judge, log
 from tools.experiment.arm import Arm, scale_parameters
 from tools.experiment.change import Idea, Worktrees, head_commit, merge, parse_ideas
+from tools.experiment.experiment import run_with_json
 from tools.experiment.report import analyze, confirmation_lines
 from tools.experiment.screen import Record, is_control
 from tools.experiment.settings import ConfirmConfig, parse_sizes
 from tools.jobs.launch import Launch
-from tools.jobs.runner import JobRunner
+from tools.jobs.runner import Failed, JobRunner
 
 FIRST_SEED = 5000  # screens and comparisons count from 0
 LEVEL = 0.05
@@ -46,13 +47,15 @@ def main(config: ConfirmConfig) -> None:
     """Train the arms, append the table to the log and print it.
 
     Raises:
-        ConfigError: no idea is accepted or given, or the ideas cannot be on together.
+        ConfigError: no idea is accepted or given, or the ideas are refused or cannot be on together.
         RunError: a run failed.
-        Stopped: a signal was received; the same command resumes.
+        SystemExit: with code 75 after a signal; run the same command again to resume.
     """
-    lab = expand_user_path("lab", config.lab)
-    jobs = JobRunner(config.jobs)
-    jobs.threads = 1
+    run_with_json(config, run_confirmation)
+
+
+def run_confirmation(config: ConfirmConfig, lab: Path, jobs: JobRunner) -> None:
+    """Train the arms, append the table to the log and print it."""
     with Worktrees() as trees:
         words = config.common + ([f"--data.seed={config.data_seed}"] if config.data_seed is not None else [])
         launch, head = Launch.parse(config.launch), head_commit()
@@ -69,6 +72,7 @@ def main(config: ConfirmConfig) -> None:
             return Arm.resolve(code, launch, own, lab, is_judged=code != screened.code)
 
         arms = {"baseline": resolve([]), "all": resolve(ideas)}
+        judge.check_targets(arms["baseline"], arms["all"].settings)
         if len(ideas) > 1:
             arms |= {f"{idea.text}": resolve([idea]) for idea in ideas}
         if len(ideas) > 2:
@@ -97,7 +101,7 @@ def main(config: ConfirmConfig) -> None:
     print(json.dumps(result) if config.print_json else "\n".join(confirmation_lines(result)))
 
 
-def read_effects(file: Any, lab: Any) -> tuple[dict[str, float], list[Idea]]:
+def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
     """Return the effects of a screen by the key of the idea, and the ideas that are better."""
     record = Record.read(file)
     found = dict(zip(record.ideas, analyze(record, lab).ideas, strict=True))
@@ -109,7 +113,10 @@ def read_effects(file: Any, lab: Any) -> tuple[dict[str, float], list[Idea]]:
 def train(jobs: JobRunner, baseline: Arm, arms: dict[str, Arm], seeds: int) -> dict[str, list[float]]:
     """Train all seeds of all arms, interleaved, and return the logs of their losses."""
     every = range(FIRST_SEED, FIRST_SEED + seeds)
-    jobs.train([arm.job(seed) for seed in every for arm in arms.values()])
+    try:
+        jobs.train([arm.job(seed) for seed in every for arm in arms.values()])
+    except Failed as failed:
+        raise RunError(f"{failed.job.run.path}: {failed}") from None
     losses = {}
     for name, arm in arms.items():
         runs = [Run(arm.job(seed).run.path) for seed in every]

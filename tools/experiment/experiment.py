@@ -9,7 +9,6 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from run.directory import Run
 from tools.experiment import log, report
 from tools.experiment.change import Idea, Worktrees, parse_ideas
 from tools.experiment.comparison import Comparison, Result
@@ -50,6 +49,8 @@ def run_with_json(config: LabConfig, run: Callable[[Any, Path, JobRunner], None]
 
 def run_experiment(config: ExperimentConfig, lab: Path, jobs: JobRunner) -> None:
     """Run an experiment and print its result."""
+    if not config.ideas:
+        raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
     with Worktrees() as trees:
         ideas = parse_ideas(config.ideas)
         if len(config.ideas) == len(ideas) == 1 and not Path(config.ideas[0]).is_dir():
@@ -72,28 +73,15 @@ def run_experiment(config: ExperimentConfig, lab: Path, jobs: JobRunner) -> None
 
 def make_row(idea: Idea, comparison: Comparison, results: list[Result]) -> dict[str, Any]:
     """Return a comparison as plain JSON, with the results of the first size at its top."""
-    arms = comparison.baseline, comparison.candidate
+    arms, config = (comparison.baseline, comparison.candidate), comparison.config
     sizes = [asdict(result) for result in results]
-    costs = [cost(arm.job(comparison.config.first_seed).run) for arm in arms] if results[0].seeds else []
+    what = config.first_seed, config.metric, config.margin, config.sizes, config.tune
     return {
-        "key": f"{arms[0].name} {arms[1].name} {comparison.config.first_seed}",
+        "key": " ".join([arms[0].name, arms[1].name, *map(str, what)]),
         "idea": idea.text,
         **sizes[0],
         "baseline": arms[0].name,
         "candidate": arms[1].name,
-        "cost": {name: [one[name] for one in costs] for name in costs[0]} if costs else {},
         "diff_lines": idea.num_lines,
         "sizes": sizes[1:],
-    }
-
-
-def cost(run: Run) -> dict[str, Any]:
-    """Return what a run took."""
-    session, newest = run.sessions()[-1], run.newest_metrics()
-    return {
-        "parameters": session.parameters,
-        "flops_per_token": session.flops_per_token,
-        "tokens": newest.get("train/tokens"),
-        "tokens_per_second": run.tokens_per_second(),
-        "peak_memory_bytes": newest.get("perf/peak_memory_bytes"),
     }

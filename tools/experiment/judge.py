@@ -1,6 +1,7 @@
 """Losses of finished runs: as logged by trusted code, computed by tools/experiment/scorer.py for a candidate's code."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def score(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = Non
     rows = [run.newest_metrics() for run in runs]
     logged = [row.get(metric) if metric else row.get(EXCESS_LOSS, row.get(LOSS)) for row in rows]
     if not arm.is_judged:
-        return [as_score(value) for value in logged]
+        return [as_score(value, above_zero=metric is None) for value in logged]
     files = [arm.lab / "scores" / f"{run.path.name}.json" for run in runs]
     missing = [(run, file) for run, file in zip(runs, files, strict=True) if not file.exists()]
     answers = run_scorer(baseline, arm, [run for run, _ in missing]) if missing else []
@@ -63,13 +64,21 @@ def score(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = Non
     scores = []
     for answer, value in zip(judged, logged, strict=True):
         loss = value if metric else answer["loss"] - (answer["entropy"] or 0.0)
-        scores.append(Score(problem=answer["problem"]) if answer["problem"] else as_score(loss))
+        scores.append(
+            Score(problem=answer["problem"]) if answer["problem"] else as_score(loss, above_zero=metric is None)
+        )
     return scores
 
 
-def as_score(loss: object) -> Score:
-    """Return the score of a loss, which is not credible unless it is a number."""
-    return Score(float(loss)) if isinstance(loss, int | float) else Score(problem="its metric is not logged")
+def as_score(loss: object, above_zero: bool) -> Score:
+    """Return the score of a logged value; it is not credible unless it is a number, and positive with `above_zero`."""
+    if not isinstance(loss, int | float):
+        return Score(problem="its metric is not logged")
+    if not math.isfinite(loss):
+        return Score(problem=f"its metric is {loss}")
+    if above_zero and loss <= 0:
+        return Score(problem=f"its loss is below the entropy of the data, by {-loss:.4g} nats/token")
+    return Score(float(loss))
 
 
 def run_scorer(baseline: Arm, arm: Arm, runs: list[Run]) -> list[dict]:

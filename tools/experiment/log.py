@@ -13,9 +13,11 @@ def append(lab: Path, row: dict[str, Any]) -> None:
     """Append a row, in turn with other processes; raise ConfigError if the lab cannot be written."""
     try:
         lab.mkdir(parents=True, exist_ok=True)
-        with open(lab / "log.jsonl", "a") as file:
+        with open(lab / "log.jsonl", "a+", errors="replace") as file:
             lock(file, wait=True)
-            file.write(json.dumps(row) + "\n")
+            file.seek(0)
+            is_cut = file.read()[-1:] not in ("", "\n")  # by the kill of another process
+            file.write("\n" * is_cut + json.dumps(row) + "\n")
     except OSError as error:
         raise ConfigError(f"lab: {lab} cannot be written: {error.strerror}") from None
 

@@ -132,7 +132,8 @@ def comparison_lines(row: dict[str, Any]) -> list[str]:
         if result["message"]:
             text += f": {result['message']}"
         elif result["effect"] is not None:
-            text += f" changes the loss by {percent(result['effect'])} ({ends(result)}) in {result['seeds']} seeds"
+            change = percent(result["effect"]) if result["is_ratio"] else f"{result['effect']:+.4g}"
+            text += f" changes the loss by {change} ({ends(result)}) in {result['seeds']} seeds"
         if result["compute_multiplier"]:
             text += "; compute multiplier {:.2f} (95%: {:.2f} to {:.2f})".format(*result["compute_multiplier"])
         if result["verdict"] == "unknown" and result["more_seeds"]:
@@ -150,6 +151,8 @@ def comparison_lines(row: dict[str, Any]) -> list[str]:
 
 def ends(result: dict[str, Any]) -> str:
     """Format the 95% interval of a result."""
+    if not result["is_ratio"]:
+        return f"95%: {result['low']:+.4g} to {result['high']:+.4g}"
     return f"95%: {percent(result['low'])} to {percent(result['high'])}"
 
 

@@ -6,12 +6,15 @@ ideas that are on in it. The same command resumes it; more runs or more ideas ex
 
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from data.json_objects import parse_object
 from run.directory import Run
 from tools.experiment import judge
 from tools.experiment.arm import Arm, scale_steps
-from tools.experiment.change import Idea, Worktrees, head_commit, merge, parse_ideas
+from tools.experiment.change import Idea, Worktrees, head_commit, idea_texts, is_patch, merge, parse_idea
 from tools.experiment.design import extend_design
 from tools.experiment.settings import ExperimentConfig
 from tools.jobs.launch import Launch
@@ -105,6 +108,11 @@ class Screen:
         self.common: set[str] = set()
         self.baseline = Arm.resolve(trees.folder(self.head), Launch.parse(config.launch), config.common, lab)
         self.folder = lab / "screens" / self.baseline.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = trees.enter_context((self.folder / ".lock").open("w"))
+        if not lock(file):
+            remedy = "to add ideas, write patches into a folder that it was given"
+            raise ConfigError(f"lab: another process runs {self.folder}; {remedy}")
         file = self.folder / "screen.json"
         self.record = Record.read(file) if file.exists() else Record([*self.baseline.words])
         self.num_ended = sum(row.is_done for row in self.record.rows)
@@ -113,13 +121,14 @@ class Screen:
         self.started: dict[Job, tuple[Row, Arm, float]] = {}
         self.unscored: dict[Path, list[tuple[Row, Arm]]] = {}
         self.durations: list[float] = []
-        self.skipped = ""
+        self.read_ideas: dict[tuple[str, int], Idea | None] = {}
+        """By text and time of the file: ideas, None if refused. Each is read once, so that edits of the working tree
+        while the screen runs are no new idea."""
         self.start_time = self.last_progress = time.monotonic()
         self.find_ideas()
 
     def save(self) -> None:
         """Write screen.json."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "screen.json", json.dumps(asdict(self.record), indent=1) + "\n")
 
     # Ideas
@@ -129,34 +138,57 @@ class Screen:
 
         The first time, a wrong idea raises ConfigError; later it is reported and ignored.
         """
-        try:
-            ideas = [*parse_ideas(self.config.ideas), control(self.baseline)]
-            if self.wanted and {idea.key for idea in ideas} <= self.record.ideas.keys():
-                return False
-            for idea in ideas:
-                if idea.key not in self.record.ideas:
-                    self.add(idea)
-            self.wanted = [idea.key for idea in ideas if not self.record.ideas[idea.key]["failure"]]
-            self.merge_patches()
-        except ConfigError as error:
-            if not self.wanted:
-                raise
-            if str(error) != self.skipped:
+        is_first, ideas = not self.wanted, []
+        for text in idea_texts(self.config.ideas):
+            try:
+                idea = self.read(text)
+            except ConfigError as error:
+                if is_first:
+                    raise
                 print(f"ignored: {error}", file=sys.stderr)
-            self.skipped = str(error)
+                continue
+            ideas += [idea] if idea else []
+        ideas.append(control(self.baseline))
+        if ideas[-1].key not in self.record.ideas:
+            self.add(ideas[-1])
+        keys = dict.fromkeys(idea.key for idea in ideas)
+        wanted = [key for key in keys if not self.record.ideas[key]["failure"]]
+        if wanted == self.wanted:
             return False
+        if bad := self.merge_patches(wanted):
+            message = (
+                "with the settings off, this code trains other weights; new settings must change nothing by default"
+            )
+            if is_first:
+                raise ConfigError(f"idea: {', '.join(idea.text for idea in bad)}: {message}")
+            for idea in bad:
+                print(f"ignored: {idea.text}: {message}", file=sys.stderr)
+                self.record.ideas[idea.key]["failure"] = message
+            return self.find_ideas()
+        self.wanted = wanted
         self.save()
         return True
+
+    def read(self, text: str) -> Idea | None:
+        """Return an idea, added the first time; if it is refused, raise ConfigError once and then return None."""
+        version = text, file_time(text)
+        if version not in self.read_ideas:
+            self.read_ideas[version] = None
+            idea = parse_idea(text)
+            if idea.key not in self.record.ideas:
+                self.add(idea)
+            self.read_ideas[version] = idea
+        return self.read_ideas[version]
 
     def add(self, idea: Idea) -> None:
         """Check a new idea, and find the others that cannot be on with it."""
         failure = ""
         try:
             arm = self.arm([idea])
-            judge.check_targets(self.baseline, {name: arm.settings[name] for name in idea.setting_names})
+            judge.check_targets(self.baseline, arm.settings)
             if idea.diff and arm.digest == self.baseline.digest:
                 raise ConfigError("changes neither code that trains nor a setting")
-            failure = judge.failed_checks(arm) if idea.diff else ""
+            failure = (judge.failed_checks(arm) if idea.diff else "") or self.excess_size(arm)
         except ConfigError as error:
             raise ConfigError(f"idea: {idea.text!r}: {error}") from None
         except RunError as error:
@@ -177,10 +209,14 @@ class Screen:
             return True
         return False
 
-    def merge_patches(self) -> None:
-        """Merge the patches that a setting switches; raise ConfigError if one changes the code with the setting off."""
+    def merge_patches(self, wanted: list[str]) -> list[Idea]:
+        """Merge the patches that a setting switches, unless some change what is trained with the settings off.
+
+        Returns:
+            The ideas that do so.
+        """
         merged, common = self.head, []
-        for idea in map(self.record.idea, self.wanted):
+        for idea in map(self.record.idea, wanted):
             if idea.diff and idea.settings:
                 with suppress(ConfigError):  # it conflicts with those before it
                     merged = merge(merged, [idea])
@@ -188,20 +224,44 @@ class Screen:
         if common and merged != self.merged:
             expected = self.short_digest(self.head)
             if self.short_digest(merged) != expected:
-                alone = [idea.text for idea in common if self.short_digest(merge(self.head, [idea])) != expected]
-                raise ConfigError(
-                    f"idea: {', '.join(alone) or 'patches together'}: with the settings off, this code trains other "
-                    "weights than the code without it; new settings must change nothing by default"
-                )
+                alone = [idea for idea in common if self.short_digest(merge(self.head, [idea])) != expected]
+                return alone or [idea for idea in common if idea.key not in self.common]
         self.merged, self.common = merged, {idea.key for idea in common}
+        return []
 
     def short_digest(self, commit: str | None) -> str:
-        """Return `state/digest` of a short run of the baseline's settings with the code of a commit."""
-        short = scale_steps(self.baseline, DIGEST_STEPS / self.baseline.settings["steps"])
-        words = [*short.changed({"evaluation.num_samples": 2}).words]
-        job = Arm.resolve(self.trees.folder(commit), short.launch, words, self.lab).job(0)
-        self.jobs.train([job])
-        return job.run.newest_metrics()["state/digest"]
+        """Return `state/digest` of a short run of the baseline's settings with the code of a commit, or its error."""
+        try:
+            arm = Arm.resolve(self.trees.folder(commit), self.baseline.launch, [*self.baseline.words], self.lab)
+            return self.short_run(arm).newest_metrics()["state/digest"]
+        except (ConfigError, RunError) as error:
+            if commit == self.head:
+                raise
+            return str(error)
+
+    def short_run(self, arm: Arm) -> Run:
+        """Train a few steps of an arm; raise RunError if that fails."""
+        short = scale_steps(replace(arm, is_judged=False), DIGEST_STEPS / arm.settings["steps"])
+        job = short.changed({"evaluation.num_samples": 2}).job(0)
+        if not job.is_finished():  # without JobRunner, which may be training others
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(job.command, env=environment, capture_output=True, text=True, start_new_session=True)
+            if done.returncode:
+                raise RunError(f"does not train: {judge.last_line(done)}")
+            shutil.rmtree(job.run.checkpoints, ignore_errors=True)
+        return job.run
+
+    def excess_size(self, arm: Arm) -> str:
+        """Return which of --max_parameters and --max_flops an arm exceeds; "" if none."""
+        limits = {"parameters": self.config.max_parameters, "flops_per_token": self.config.max_flops}
+        if not any(limits.values()):
+            return ""
+        own, baseline = (self.short_run(one).sessions()[-1] for one in (arm, self.baseline))
+        for name, limit in limits.items():
+            ratio = (getattr(own, name) or 0) / (getattr(baseline, name) or math.inf)
+            if limit and ratio > limit:
+                return f"has {ratio:.3f} times the {name} of the baseline, of which {limit:g} are allowed"
+        return ""
 
     def arm(self, on: list[Idea]) -> Arm:
         """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes."""
@@ -223,7 +283,9 @@ class Screen:
         left = 60 * self.config.minutes - (time.monotonic() - self.start_time)
         per_run = float(np.mean(self.durations)) if self.durations else math.inf
         more = math.ceil(left / per_run * self.jobs.max_running)
-        return len(self.record.rows) + max(more, len(self.wanted), self.jobs.max_running)
+        # Planning takes seconds for thousands of rows, and is repeated for each new idea.
+        more = min(more, RUNS_PER_IDEA * len(self.wanted) + MORE_RUNS)
+        return len(self.record.rows) + max(more, self.jobs.max_running)
 
     def is_time_left(self) -> bool:
         """Return whether a run that starts now would end in time."""
@@ -253,37 +315,42 @@ class Screen:
         while len(self.record.rows) < self.num_runs and self.is_time_left():
             if self.find_ideas() or not planned:
                 planned = self.plan()
-            row = planned.pop(0)
+            row, num_exclusive = planned.pop(0), len(self.record.exclusive)
             job = self.start(row)
+            if len(self.record.exclusive) > num_exclusive:
+                planned = []
             self.record.rows.append(row)
             self.save()
             yield job
 
     def start(self, row: Row) -> Job:
-        """Return the run of a row, without ideas that cannot be on together."""
+        """Return the run of a row, after removing from it ideas that cannot be on together."""
         on = [*map(self.record.idea, row.ideas)]
         while True:
             try:
                 arm = self.arm(on)
                 break
-            except ConfigError as error:
-                one, other = self.find_pair(on, str(error))
-                self.record.exclusive.append([one.key, other.key])
-                on.remove(other)
+            except (ConfigError, RunError):
+                if len(on) < 2:
+                    raise
+                pair = self.find_pair(on)
+                if pair:
+                    self.record.exclusive.append([idea.key for idea in pair])
+                on.remove(pair[1] if pair else on[-1])
         row.ideas = [idea.key for idea in on]
         job = arm.job(row.seed)
         row.run = job.run.path.name
         self.started[job] = row, arm, time.monotonic()
         return job
 
-    def find_pair(self, on: list[Idea], message: str) -> tuple[Idea, Idea]:
-        """Return two ideas that cannot be on together, as no others of a row would be refused."""
+    def find_pair(self, on: list[Idea]) -> tuple[Idea, Idea] | None:
+        """Return two ideas of a row that cannot be on together; None if only more than two cannot."""
         for pair in combinations(on, 2):
             try:
                 self.arm([*pair])
-            except ConfigError:
+            except (ConfigError, RunError):
                 return pair
-        raise ConfigError(f"idea: {', '.join(idea.text for idea in on)} cannot be on together: {message}")
+        return None
 
     # Running
 
@@ -291,14 +358,10 @@ class Screen:
         """Train and score runs until there are enough, or the time is spent.
 
         Raises:
-            ConfigError: another process runs this screen.
             Stopped: a signal was received; what has finished is saved.
             RunError: a disk is full.
         """
-        with open(self.folder / ".lock", "w") as file, ThreadPoolExecutor(1) as pool:
-            if not lock(file):
-                remedy = "to add ideas, write patches into a folder that it was given"
-                raise ConfigError(f"lab: another process runs {self.folder}; {remedy}")
+        with ThreadPoolExecutor(1) as pool:
             scoring: list[Future[None]] = []
             try:
                 for job in self.jobs.stream(self.jobs_to_train(), progress=self.print_progress):
@@ -306,7 +369,8 @@ class Screen:
                     if job in self.jobs.failures:
                         row.failure = str(self.jobs.failures[job]) or "ends with an error after its last step"
                     elif job.is_finished():
-                        self.durations.append(time.monotonic() - start_time)
+                        if job in self.jobs.outcomes:  # it was trained now
+                            self.durations.append(time.monotonic() - start_time)
                         runs = self.unscored.setdefault(arm.code, [])
                         runs.append((row, arm))
                         if len(runs) >= SCORED_AT_ONCE or not arm.is_judged:
@@ -329,14 +393,17 @@ class Screen:
             for row, score in zip(rows, scores, strict=True):
                 row.loss, row.failure = (None if score.problem else score.loss), score.problem
         except RunError as error:
-            for row in rows:
-                row.failure = str(error)
+            if len(runs) > 1:  # the others are not to blame
+                for one in runs:
+                    self.score([one])
+            else:
+                rows[0].failure = str(error)
 
     def describe(self, row: Row) -> str:
         """Return a line about a row that has ended."""
         ideas = ", ".join(self.record.idea(key).text for key in row.ideas) or "the baseline"
         loss = Run(self.lab / "runs" / row.run).newest_metrics().get("val/loss")
-        result = row.failure or f"val/loss {loss:.4f}"
+        result = row.failure or ("stopped" if loss is None else f"val/loss {loss:.4f}")
         return f"[run {self.num_ended} / {self.num_runs}] {result}; on: {ideas}{self.time_left()}"
 
     def time_left(self) -> str:
@@ -355,6 +422,12 @@ class Screen:
             f"row {row.seed} at step {job.run.newest_metrics()['step']}" for job, (row, _, _) in self.started.items()
         )
         print(f"training {', '.join(steps)}{self.time_left()}", file=sys.stderr)
+
+
+def file_time(text: str) -> int:
+    """Return when the patch that an idea names was last changed, in nanoseconds; 0 if it names none."""
+    file = Path(text).expanduser()
+    return file.stat().st_mtime_ns if is_patch(file) else 0
 
 
 def control(baseline: Arm) -> Idea:

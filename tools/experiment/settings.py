@@ -56,7 +56,7 @@ class IdeasConfig(LabConfig):
 
     @property
     def _num_ideas(self) -> int:
-        options = (i for i, word in enumerate(self.arguments) if i and word.startswith("--") and " " not in word)
+        options = (i for i, word in enumerate(self.arguments) if word.startswith("--") and " " not in word)
         return next(options, len(self.arguments))
 
 
@@ -68,7 +68,8 @@ class ExperimentConfig(IdeasConfig):
     many as the minutes allow."""
 
     minutes: PositiveFloat | None = None
-    """Minutes after which no run is started that would not end in time."""
+    """Time for this command. Several ideas: no run is started that would not end in time. One idea: runs in progress
+    save and stop."""
 
     max_parameters: PositiveFloat | None = None
     """Several ideas: largest number of parameters, relative to the baseline. null: any."""

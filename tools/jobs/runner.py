@@ -101,7 +101,7 @@ class OutOfTime(Exception):
     """The deadline has passed, and some runs are not finished; those in progress have saved."""
 
     def __init__(self):
-        super().__init__("budget_minutes: the time is spent")
+        super().__init__("minutes: the time is spent; run the same command again to resume")
 
 
 class Started(NamedTuple):
