@@ -100,7 +100,7 @@ def idea_texts(arguments: Iterable[str]) -> list[str]:
     texts = []
     for argument in arguments:
         path = expand_user_path("idea", argument) if argument != "." else Path()
-        if argument != "." and path.is_dir():
+        if argument.strip() not in ("", ".") and path.is_dir():
             texts += [str(file) for file in sorted(path.iterdir()) if is_patch(file)]
         elif path.suffix == ".txt" and path.is_file():
             lines = [line.strip() for line in path.read_text().splitlines()]

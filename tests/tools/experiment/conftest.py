@@ -1,18 +1,19 @@
 """Experiments with a fake train.py, which take no time."""
 
 import json
+import os
 import signal
+import subprocess
 
 import pytest
 
-from tools.experiment import change, experiment, score, variants
+from tools.experiment import arm, change, confirm, experiment, judge
 from tools.experiment import settings as experiment_settings
-from tools.experiment.experiment import main
-from tools.experiment.settings import ExperimentConfig
+from tools.experiment.settings import ConfirmConfig, ExperimentConfig
 from tools.jobs import runner
 
-# In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, with noise of 0.4% over seeds, and
-# depends on the settings that a candidate may change. The noise depends on settings and code alone, not on run names.
+# In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, times the values of all settings
+# effect.*, with noise of 0.4% over seeds. A run first executes LAB/hook.py, where a test may write what happens in it.
 FAKE = """
 import json, math, os, random, sys
 EFFECT = 40
@@ -20,13 +21,27 @@ def refuse(message):
     print(f"train.py: error: {message}", file=sys.stderr)
     sys.exit(2)
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
-    "init_from": None, "branch_from": None,
-    "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "model.mlp": "gelu",
-    "data.source": "stories", "data.num_samples": 100,
-    "data.path": None, "data.mix": None, "data.num_workers": 0, "optimizer.lr": 1.0, "evaluation.every": 10,
-    "evaluation.num_samples": 5, "evaluation.num_scored_generations": 0, "evaluation.num_logged_generations": 0,
-    "schedule.warmup_steps": 10, "schedule.decay_steps": None, "tracking.log_every": 1,
-    "tracking.wandb": "disabled"}
+    "init_from": None, "branch_from": None, "effect.a": 1.0, "effect.b": 1.0, "effect.c": 1.0, "effect.d": 1.0,
+    "idea.sham": 0, "idea.big": False, "idea.fails": False, "idea.x": False, "idea.y": False, "idea.z": False,
+    "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,
+    "data.source": "stories", "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
+    "optimizer.lr": 1.0, "evaluation.every": 10, "evaluation.num_samples": 5, "schedule.warmup_steps": 10,
+    "schedule.decay_steps": None, "tracking.log_every": 1}
+# Patches insert settings below one of these lines.
+# 1
+#
+#
+#
+#
+#
+#
+# 2
+#
+#
+#
+#
+#
+#
 words = [word for word in sys.argv[1:] if word != "--print_config"]
 words = [part for word in words for part in word.split("=", 1)]
 for option, value in zip(words[::2], words[1::2]):
@@ -42,61 +57,60 @@ for option, value in zip(words[::2], words[1::2]):
         settings[name] = json.loads(value)
     except ValueError:
         settings[name] = value
+if settings["idea.x"] and settings["idea.y"] and settings["idea.z"]:
+    refuse("idea: x, y and z are too many")
+if settings["idea.x"] and settings["idea.sham"]:
+    refuse("idea: x needs no sham")
 nested = {}
 for name, value in settings.items():
     section, _, last = name.rpartition(".")
     (nested.setdefault(section, {}) if section else nested)[last] = value
 if "--print_config" in sys.argv:
     sys.exit(print(json.dumps(nested)))
-run = os.path.join(settings["out_dir"], settings["name"])
+run, lab = os.path.join(settings["out_dir"], settings["name"]), os.path.dirname(settings["out_dir"])
 os.makedirs(run, exist_ok=True)
-with open(os.path.join(os.path.dirname(settings["out_dir"]), "started"), "a") as file:
+with open(os.path.join(lab, "started"), "a") as file:
     print(settings["name"], file=file)
-excess = EFFECT / settings["steps"] * (0.9 if settings["model.mlp"] == "relu2" else 1)
-excess *= math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10) * 64 / settings["model.d_model"]
-trained = {name: value for name, value in settings.items() if name not in ("name", "out_dir")}
-noise = random.Random(f"{trained} {open(__file__).read()}")
-excess *= 1 + 0.004 * noise.gauss(0, 1)
-state = "finished" if math.isfinite(excess) else "failed"
+if os.path.exists(os.path.join(lab, "hook.py")):
+    exec(open(os.path.join(lab, "hook.py")).read())
+excess = EFFECT / settings["steps"] * math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10)
+excess *= math.prod(value for name, value in settings.items() if name.startswith("effect."))
+excess *= 64 / settings["model.d_model"]
+excess *= 1 + 0.004 * random.Random(f"{excess} {settings['seed']} {settings['data.seed']}").gauss(0, 1)
+state = "finished" if math.isfinite(excess) and not settings["idea.fails"] else "failed"
 row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
+row |= {"val/excess_loss/names": excess / 2, "val/shifted": excess - 1, "val/nothing": 0.0}
 row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}
-if settings["data.source"] == "text":  # tokens of so many bytes as the name of the corpus has letters
-    row |= {"val/entropy": None, "val/excess_loss": None}
-    row |= {"val/bits_per_byte": row["val/loss"] / len(settings["data.path"] or "x") / math.log(2)}
 row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
 with open(run + "/metrics.jsonl", "w") as file:
-    print(json.dumps(row | {"perf/peak_memory_bytes": 2**20}), file=file)
+    print(json.dumps(row), file=file)
 with open(run + "/config.yaml", "w") as file:
     json.dump(nested, file)
+size = 1000 * settings["model.d_model"] // 64 * (3 if settings["idea.big"] else 2) // 2
 with open(run + "/sessions.jsonl", "w") as file:
-    print(json.dumps({"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}), file=file)
+    session = {"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}
+    print(json.dumps(session | {"parameters": size, "flops_per_token": 6 * size}), file=file)
 with open(run + "/status.json", "w") as file:
     reason = "" if state == "finished" else "the loss is nan"
     json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
 sys.exit(state == "failed")
 """
 
+# In place of tools/experiment/candidate.py, which needs torch.
+CANDIDATE = """
+import json, os, runpy, sys
+code, what, *words = sys.argv[1:]
+if what == "checks":
+    broken = {"cache": "3.7e-02"} if "BROKEN" in open(code + "/train.py").read() else {}
+    sys.exit(print(json.dumps(broken)))
+sys.argv = [code + "/train.py", *words[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
-def fake_scorer(arm, command, *words):
+
+def fake_scorer(baseline, arm, runs):
     """In place of tools/experiment/scorer.py, which needs torch."""
-    if command == "measure":
-        loss = arm.job(0).run.newest_metrics()["val/loss"]
-        facts = {
-            "targets": "abc",
-            "num_targets": 7,
-            "num_bytes": None,
-            "entropy": 0.5,
-            "loss": loss,
-            "is_causal": True,
-        }
-        return facts | {"parameters": 1000, "flops_per_token": 6000}
-    if command == "preview":
-        settings = {name: value for name, value in arm.settings.items() if name != "evaluation.num_samples"}
-        return {"digest": f"{arm.code_hash} {settings}", "loss": 1.0, "rows": 128, "validation_rows": 0, "broken": []}
-    if command == "targets":
-        return {"targets": "abc", "num_targets": 7}
-    width = arm.settings["model.d_ff"] * (3 if arm.settings["model.mlp"] == "swiglu" else 2)
-    return {"parameters": 500 + width, "flops_per_token": 6 * width}
+    return [{"loss": run.newest_metrics()["val/loss"], "entropy": 0.5, "problem": ""} for run in runs]
 
 
 @pytest.fixture
@@ -108,30 +122,89 @@ def run_experiment(tmp_path, monkeypatch):
     config = root / "configs" / "lab.yaml"
     config.write_text("")
     lab.mkdir()
+    (tmp_path / "candidate.py").write_text(CANDIDATE)
     monkeypatch.setattr(experiment_settings, "DEFAULT_CONFIG", config)
     monkeypatch.setattr(change, "ROOT", root)
-    monkeypatch.setattr(score, "run_scorer", fake_scorer)
-    monkeypatch.setattr(variants, "network_shape", lambda arm: fake_scorer(arm, "shape"))
+    for module in (arm, judge):
+        monkeypatch.setattr(module, "CANDIDATE", tmp_path / "candidate.py")
+    monkeypatch.setattr(judge, "run_scorer", fake_scorer)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(experiment, "code_hash", lambda: None)
     handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
     printed = []
     monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
 
-    def experiment_on(text, *common, error=None, **others):
+    def run(main, config, error):
         (lab / "started").unlink(missing_ok=True)
         printed.clear()
-        others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
-        config = ExperimentConfig(arguments=[text, *common], lab=str(lab), **others)
         if error:
             with pytest.raises(error) as raised:
                 main(config)
             return str(raised.value)
         main(config)
-        return json.loads(printed[-1]) if others["json"] else "\n".join(printed)
+        return json.loads(printed[-1]) if config.print_json else "\n".join(printed)
 
-    experiment_on.started = lambda: (lab / "started").read_text().split() if (lab / "started").exists() else []
+    def experiment_on(*arguments, error=None, **others):
+        others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
+        return run(experiment.main, ExperimentConfig(arguments=[*arguments], lab=str(lab), **others), error)
+
+    def confirm_on(*arguments, error=None, **others):
+        others = {"jobs": 2, "json": True, "seeds": 3, **others}
+        return run(confirm.main, ConfirmConfig(arguments=[*arguments], lab=str(lab), **others), error)
+
+    def started():
+        return (lab / "started").read_text().split() if (lab / "started").exists() else []
+
+    def record():
+        [file] = lab.glob("screens/*/screen.json")
+        return json.loads(file.read_text())
+
+    def rows():
+        """Texts of the ideas that are on in each row."""
+        content = record()
+        return [[content["ideas"][key]["text"] for key in row["ideas"]] for row in content["rows"]]
+
+    def hook(code):
+        (lab / "hook.py").write_text(code)
+
+    experiment_on.confirm, experiment_on.started, experiment_on.hook = confirm_on, started, hook
+    experiment_on.record, experiment_on.rows = record, rows
     experiment_on.lab, experiment_on.root, experiment_on.printed = lab, root, printed
     yield experiment_on
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def git_in(root):
+    """Commit all files of a folder into a new repository; return a function that runs git there."""
+
+    def git(*words):
+        env = os.environ | change.AUTHOR
+        return subprocess.run(["git", *words], cwd=root, env=env, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet", "--initial-branch=main")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "base")
+    return git
+
+
+@pytest.fixture
+def write_patch(run_experiment):
+    """Return a function that writes a patch of train.py into a folder; the root becomes a repository."""
+    git, source, folder = git_in(run_experiment.root), run_experiment.root / "train.py", run_experiment.lab / "ideas"
+    folder.mkdir()
+
+    def write(name, before, after, header="", folder=folder):
+        assert FAKE.count(before) == 1
+        source.write_text(FAKE.replace(before, after))
+        (folder / name).write_text(header + git("diff"))
+        source.write_text(FAKE)
+        return str(folder / name)
+
+    def setting(name, line, value, default="1.0", folder=folder):
+        """A patch that adds a setting below one of the lines for it."""
+        header = f"Settings: --effect.{name} {value}\n\n"
+        code = f'# {line}\nsettings["effect.{name}"] = {default}\n'
+        return write(f"{name}.patch", f"# {line}\n", code, header, folder)
+
+    write.setting, write.git, write.folder = setting, git, folder
+    return write

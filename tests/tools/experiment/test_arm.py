@@ -1,30 +1,15 @@
-"""The identity of an arm: what its digest covers, and runs that are not of their arm."""
+"""Arms: what their digest covers, and larger and longer ones."""
 
-import json
-import sys
 from dataclasses import replace
 
 import pytest
 
-from config.errors import ConfigError
 from tests.conftest import ROOT
-from tests.tools.experiment.conftest import FAKE
-from tools.experiment.arm import Arm
+from tools.experiment.arm import Arm, scale_parameters, scale_steps
 from tools.experiment.config_files import copy_config_files
 from tools.jobs.launch import Launch
 
 SETTINGS = {"name": "x", "steps": 4, "data.source": "stories"}
-
-
-def test_edited_config_file_changes_no_run(run_experiment):
-    config = run_experiment.root / "configs" / "lab.yaml"
-    config.write_text('{"optimizer.lr": 1.0}')
-    edit = f"""open({str(config)!r}, "w").write('{{"optimizer.lr": 3.0}}')\nsys.exit(state == "failed")"""
-    (run_experiment.root / "train.py").write_text(FAKE.replace('sys.exit(state == "failed")', edit))
-    found = run_experiment("--model.mlp relu2")
-    assert config.read_text() == '{"optimizer.lr": 3.0}' and found["verdict"] == "better"
-    trained = [json.loads(file.read_text()) for file in (run_experiment.lab / "runs").glob("*/config.yaml")]
-    assert len(trained) == 6 and {settings["optimizer"]["lr"] for settings in trained} == {1.0}
 
 
 def test_copy_config_files_keeps_names_and_other_words(tmp_path):
@@ -44,50 +29,6 @@ def test_copy_config_files_keeps_names_and_other_words(tmp_path):
     assert open(words[1]).read() == "steps: 3"
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "value"),
-    [
-        ("config.yaml", "optimizer", {"lr": 3.0}),
-        ("sessions.jsonl", "mixed_precision", "bf16"),
-        ("sessions.jsonl", "processes", 2),
-        ("sessions.jsonl", "code", "other"),
-        ("sessions.jsonl", "shards", 2),
-        ("config.yaml", "init_hash", "abc"),
-    ],
-)
-@pytest.mark.parametrize("which", ["baseline", "candidate"])
-def test_runs_of_other_arms_are_not_counted(which, file, name, value, run_experiment):
-    found = run_experiment("--model.mlp relu2")
-    changed = run_experiment.lab / "runs" / f"{found[which]}-1" / file
-    changed.write_text(json.dumps(json.loads(changed.read_text()) | {name: value}))
-    message = run_experiment("--model.mlp relu2", error=ConfigError)
-    assert f"{found[which]}-1 is not a run of this arm" in message and f"{name}" in message
-
-
-@pytest.mark.parametrize(("file", "name", "value"), [
-    ("sessions.jsonl", "mixed_precision", "bf16"),
-    ("sessions.jsonl", "processes", 2),
-    ("config.yaml", "init_hash", "abc"),
-])  # fmt: skip
-def test_arms_trained_differently_are_refused(file, name, value, run_experiment):
-    """The baseline is cached; since then the script of --launch, or the model that init_from names, has changed."""
-    launch = f"bash {run_experiment.root / 'launch.sh'}"
-    (run_experiment.root / "launch.sh").write_text(f'exec {sys.executable} "$@"')
-    found = run_experiment("--model.mlp relu2", "--init_from", "name/on_the_hub", launch=launch)
-    for run in (run_experiment.lab / "runs").glob(f"{found['baseline']}-*"):
-        (run / file).write_text(json.dumps(json.loads((run / file).read_text()) | {name: value}))
-    message = run_experiment("--optimizer.lr 1.1", "--init_from", "name/on_the_hub", launch=launch, error=ConfigError)
-    assert f"were trained with different {name} {value} and " in message and "another --lab" in message
-
-
-@pytest.mark.parametrize("content", [None, "", "{"])
-def test_run_without_sessions_is_refused(content, run_experiment):
-    found = run_experiment("--model.mlp relu2")
-    sessions = run_experiment.lab / "runs" / f"{found['baseline']}-0" / "sessions.jsonl"
-    sessions.unlink() if content is None else sessions.write_text(content)
-    assert "cannot be read" in run_experiment("--model.mlp relu2", error=ConfigError)
-
-
 @pytest.mark.parametrize("setting", ["init_from", "branch_from"])
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoints/step-00000004/manifest.json", "manifest.json"])
 def test_changed_initial_weights_are_another_arm(setting, file, run_experiment):
@@ -95,9 +36,9 @@ def test_changed_initial_weights_are_another_arm(setting, file, run_experiment):
     weights.parent.mkdir(parents=True)
     weights.write_text("before")
     common = (f"--{setting}", str(run_experiment.root / "base"))
-    before = run_experiment("--model.mlp relu2", *common)
+    before = run_experiment("--effect.a 0.9", *common)
     weights.write_text("after")
-    after = run_experiment("--model.mlp relu2", *common)
+    after = run_experiment("--effect.a 0.9", *common)
     assert before["baseline"] != after["baseline"] and len(run_experiment.started()) >= 6
 
 
@@ -116,3 +57,50 @@ def test_digest_covers_code_inputs_and_settings(changes):
     arm = Arm(ROOT, "a", Launch(), (), SETTINGS, ROOT, ("a",))
     assert replace(arm, **changes).digest != arm.digest
     assert replace(arm, settings=SETTINGS | {"tracking.wandb": "online", "seed": 3}).digest == arm.digest
+
+
+def make_arm(**changes):
+    """Return an arm that is only used to derive others."""
+    settings = {"steps": 400, "global_batch_size": 4, "data.source": "text", "optimizer.lr": 1.0}
+    settings |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
+    settings |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
+    return Arm(ROOT, "", Launch(), (), settings | changes, ROOT)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
+def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
+    larger = scale_parameters(make_arm(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+    kv = larger["model.n_kv_heads"]
+    assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
+    assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
+    assert larger["model.n_heads"] == pytest.approx(heads * size**0.5, abs=2)
+    assert larger["model.d_model"] // larger["model.n_heads"] == 64 // heads
+    assert larger["model.d_ff"] == pytest.approx(64 * size**0.5, abs=4) and larger["model.d_ff"] % 8 == 0
+    assert larger["optimizer.lr"] == pytest.approx(1 / size**0.5), "inversely proportional to the width"
+
+
+def test_scale_steps_scales_schedule_and_samples():
+    stories = {"data.source": "stories", "data.num_samples": 1000, "schedule.decay_steps": 80}
+    longer = scale_steps(make_arm(**stories), 2.5).settings
+    changed = [longer[name] for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "data.num_samples")]
+    assert changed == [1000, 100, 200, 2500]
+    assert "data.num_samples" not in scale_steps(make_arm(), 2.5).settings, "a text has as many as it has"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule.decay_steps": 160},
+        {"schedule.name": "constant", "schedule.decay_steps": 200},
+        {"schedule.batch_warmup_from": 1, "schedule.batch_warmup_steps": 200},
+        {"schedule.name": "linear", "steps": 600, "schedule.warmup_steps": 100, "schedule.decay_steps": 500},
+        {"schedule.name": "linear", "global_batch_size": None, "data.source": "random", "data.num_samples": 9},
+    ],
+)
+def test_scale_steps_keeps_schedules_valid(changes):
+    arm = make_arm(**changes)
+    for factor in (0.5, 0.5**0.5, 2):
+        of = scale_steps(arm, factor).settings
+        assert of["steps"] == round(factor * arm.settings["steps"])
+        assert of["schedule.warmup_steps"] + (of["schedule.decay_steps"] or 0) <= of["steps"], of
+        assert (of.get("schedule.batch_warmup_steps") or 0) <= of["steps"]

@@ -1,4 +1,4 @@
-"""Changes become code and settings; the user's working tree, index and worktrees stay unchanged."""
+"""Ideas become code and settings; the user's working tree, index and worktrees stay unchanged."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from config.errors import ConfigError
 from tools.experiment import change
-from tools.experiment.change import checked_out, parse_change
+from tools.experiment.change import Worktrees, merge, parse_idea, parse_ideas
 
 
 @pytest.fixture
@@ -41,27 +41,71 @@ def repository(tmp_path, monkeypatch):
     return git
 
 
-def test_parse_change_settings_need_no_git(monkeypatch, tmp_path):
+def codes(trees, idea):
+    """The folders of an idea's base and of its code."""
+    return trees.folder(idea.base), trees.folder(merge(idea.base, [idea]))
+
+
+def test_settings_need_no_git(monkeypatch, tmp_path):
     monkeypatch.setattr(change, "ROOT", tmp_path)
-    found = parse_change("--model.mlp relu2 --name 'a b'")
-    assert found.settings == ("--model.mlp", "relu2", "--name", "a b") and found.commit is None
-    with checked_out(found) as folders:
-        assert folders == (tmp_path, tmp_path)
+    found = parse_idea("--model.mlp relu2 --model.x 'a b'")
+    assert found.settings == ("--model.mlp", "relu2", "--model.x", "a b") and not found.diff
+    assert found.setting_names == {"model.mlp", "model.x"}
+    with Worktrees() as trees:
+        assert codes(trees, found) == (tmp_path, tmp_path) and change.head_commit() is None
+    with pytest.raises(ConfigError, match="is not the root of a git repository"):
+        parse_idea("other")
 
 
-def test_settings_are_trained_by_head(repository):
+def test_head_is_trained_without_edits(repository):
     (repository.root / "train.py").write_text("print('edited')\n")
-    with checked_out(parse_change("--x 1")) as (code, changed):
-        assert code == changed and (code / "train.py").read_text() == "print(2)\n"
+    with Worktrees() as trees:
+        assert (trees.folder(change.head_commit()) / "train.py").read_text() == "print(2)\n"
     assert repository("worktree", "list").count("\n") == 1
 
 
 def test_code_inside_a_larger_repository_is_refused(repository, monkeypatch):
     (repository.root / "sub").mkdir()
     monkeypatch.setattr(change, "ROOT", repository.root / "sub")
-    assert parse_change("--x 1").commit is None
-    with pytest.raises(ConfigError, match="is inside the git repository"):
-        parse_change("other")
+    assert change.head_commit() is None and parse_idea("--x 1").base is None
+    with pytest.raises(ConfigError, match="is not the root of a git repository"):
+        parse_idea("other")
+
+
+def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
+    folder = tmp_path / "ideas"
+    folder.mkdir()
+    for name, text in (("b", "b"), ("a", "a"), ("._a", "a")):
+        (repository.root / "train.py").write_text(f"print('{text}')\n")
+        (folder / f"{name}.patch").write_text("Settings: --x 'a b'\n\n" * (name == "b") + repository("diff"))
+    (folder / "notes.md").write_text("no patch")
+    repository("checkout", "--quiet", "train.py")
+    (tmp_path / "more.txt").write_text("# a comment\n\n--x 1\nother --x 2\n--x 1\n")
+    a, b, settings, code = parse_ideas([str(folder), str(tmp_path / "more.txt"), "--x 1"])
+    assert [Path(idea.text).name for idea in (a, b)] == ["a.patch", "b.patch"]
+    assert a.settings == () and b.settings == ("--x", "a b") and "print('b')" in b.diff
+    assert settings.settings == ("--x", "1") and code.settings == ("--x", "2") and code.files == {"mine.py"}
+    both = parse_idea(f"{folder / 'b.patch'} --y 2")
+    assert both.settings == ("--x", "a b", "--y", "2"), "the header of the patch and the argument"
+    assert len({idea.key for idea in (a, b, settings, code, both)}) == 5
+
+
+def test_patches_are_merged_or_conflict(repository, tmp_path):
+    lines = [f"x = {index}\n" for index in range(30)]
+    (repository.root / "long.py").write_text("".join(lines))
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "long")
+    for name, index in (("first", 3), ("last", 26), ("third", 3)):
+        changed = [f"y = '{name}'\n" if number == index else line for number, line in enumerate(lines)]
+        (repository.root / "long.py").write_text("".join(changed))
+        (tmp_path / f"{name}.patch").write_text(repository("diff"))
+    repository("checkout", "--quiet", "long.py")
+    first, last, third = (parse_idea(str(tmp_path / f"{name}.patch")) for name in ("first", "last", "third"))
+    with Worktrees() as trees:
+        text = (trees.folder(merge(first.base, [first, last])) / "long.py").read_text()
+    assert "y = 'first'" in text and "y = 'last'" in text
+    with pytest.raises(ConfigError, match="git apply fails"):
+        merge(first.base, [first, third])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +125,11 @@ def test_data_files_of_change(file, line, listed, repository):
     path.write_text(line + "\n")
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
-    assert parse_change("HEAD").data_files == ([file] if listed else [])
+    if not listed:
+        assert parse_idea("HEAD").files == {file}
+        return
+    with pytest.raises(ConfigError, match=f"changes {file}, which define the data"):
+        parse_idea("HEAD")
 
 
 def test_data_file_moved_elsewhere_is_listed(repository):
@@ -90,38 +138,29 @@ def test_data_file_moved_elsewhere_is_listed(repository):
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     repository("mv", "data/text.py", "text.py")
-    assert parse_change(".").data_files == ["text.py"]
+    with pytest.raises(ConfigError, match="changes text.py, which define the data"):
+        parse_idea(".")
 
 
-def test_parse_change_branch_uses_merge_base(repository):
-    found = parse_change("other --seed 3")
-    assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ("--seed", "3")
+def test_parse_idea_branch_uses_merge_base(repository):
+    found = parse_idea("other --x 3")
+    assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ("--x", "3")
     assert "+print('mine')" in found.diff and found.num_lines == 1
-    assert found.commits_behind == 1
-    assert parse_change("HEAD").base == repository("rev-parse", "HEAD^").strip()
-    assert parse_change("HEAD").commits_behind == 0
-    with checked_out(found) as (code, changed):
+    assert parse_idea("HEAD").base == repository("rev-parse", "HEAD^").strip()
+    with Worktrees() as trees:
+        code, changed = codes(trees, found)
         assert (code / "train.py").read_text() == (changed / "train.py").read_text() == "print(1)\n"
         assert (changed / "mine.py").exists() and not (code / "mine.py").exists()
 
 
-def test_parse_change_onto_applies_to_another_commit(repository):
-    found = parse_change("other", onto="HEAD")
-    assert (found.base, found.commits_behind) == (repository("rev-parse", "HEAD").strip(), 0)
-    with checked_out(found) as (code, changed):
-        assert (code / "train.py").read_text() == (changed / "train.py").read_text() == "print(2)\n"
-        assert (changed / "mine.py").exists() and not (code / "mine.py").exists()
-    with pytest.raises(ConfigError, match="onto: 'HEAD' applies to code"):
-        parse_change("--seed 3", onto="HEAD")
-
-
-def test_parse_change_working_tree_stays_unchanged(repository):
+def test_parse_idea_working_tree_stays_unchanged(repository):
     (repository.root / "train.py").write_text("print('changed')\n")
     (repository.root / "new.py").write_text("x = 1\n")
     (repository.root / "notes.txt").write_text("not code")
     before = repository("status", "--porcelain"), repository("for-each-ref")
-    found = parse_change(".")
-    with checked_out(found) as (code, changed):
+    found = parse_idea(".")
+    with Worktrees() as trees:
+        code, changed = codes(trees, found)
         assert (code / "train.py").read_text() == "print(2)\n" and not (code / "new.py").exists()
         assert (changed / "train.py").read_text() == "print('changed')\n" and (changed / "new.py").exists()
         assert not (changed / "notes.txt").exists()
@@ -136,26 +175,27 @@ def test_parse_change_working_tree_stays_unchanged(repository):
 def test_git_settings_change_no_code(setting, repository):
     repository("config", *setting.split("="))
     (repository.root / "é.py").write_text("print('trailing space') \n")
-    found = parse_change(".")
-    applied = change.apply_diff(found.diff, "HEAD")
-    assert change.git("rev-parse", f"{applied}^{{tree}}") == change.git("rev-parse", f"{found.commit}^{{tree}}")
-    assert found.has_code
+    found = parse_idea(".")
+    with Worktrees() as trees:
+        assert (codes(trees, found)[1] / "é.py").read_text() == "print('trailing space') \n"
 
 
-def test_parse_change_patch_ignores_uncommitted_changes(repository, tmp_path):
+def test_parse_idea_patch_ignores_uncommitted_changes(repository, tmp_path):
     (repository.root / "train.py").write_text("print('patched')\n")
     (tmp_path / "idea.patch").write_text(repository("diff"))
     (repository.root / "train.py").write_text("print('dirty')\n")
-    with checked_out(parse_change(f"{tmp_path / 'idea.patch'} --x 1")) as (code, changed):
+    with Worktrees() as trees:
+        code, changed = codes(trees, parse_idea(f"{tmp_path / 'idea.patch'} --x 1"))
         assert (code / "train.py").read_text() == "print(2)\n"
         assert (changed / "train.py").read_text() == "print('patched')\n"
     assert (repository.root / "train.py").read_text() == "print('dirty')\n"
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("x"), KeyboardInterrupt()])
-def test_checked_out_removes_worktrees(error, repository):
+def test_worktrees_are_removed(error, repository):
     try:
-        with checked_out(parse_change("other")) as (code, _):
+        with Worktrees() as trees:
+            code, _ = codes(trees, parse_idea("other"))
             assert repository("worktree", "list").count("\n") == 3
             if error:
                 raise error
@@ -164,32 +204,27 @@ def test_checked_out_removes_worktrees(error, repository):
     assert repository("worktree", "list").count("\n") == 1 and not code.exists()
 
 
-@pytest.mark.parametrize("folder_is_gone", [False, True])
-def test_checked_out_removes_only_abandoned_worktrees(folder_is_gone, repository, tmp_path):
+def test_worktrees_of_killed_experiments_are_removed(repository, tmp_path):
+    """Once their folders are gone, as after a reboot; those of the user, and of experiments that run, stay."""
     repository("worktree", "add", "--quiet", "--detach", str(tmp_path / "baseline"))  # the user's own
-    found = parse_change("other")
+    found = parse_idea("other")
     killed = os.fork()
     if not killed:
-        with checked_out(found):
+        with Worktrees() as trees:
+            codes(trees, found)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
     assert repository("worktree", "list").count("\n") == 4
-    [left] = {line.split()[0] for line in repository("worktree", "list").splitlines() if "/candidate " in line}
-    if folder_is_gone:  # as after a reboot
-        shutil.rmtree(Path(left).parent)
-    with checked_out(found) as (living, _):
-        assert repository("worktree", "list").count("\n") == 4 and not Path(left).parent.exists()
-        with checked_out(found):
+    left = {line.split()[0] for line in repository("worktree", "list").splitlines() if change.FOLDER in line}
+    for path in left:
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    with Worktrees() as trees:
+        living, _ = codes(trees, found)
+        assert repository("worktree", "list").count("\n") == 4
+        with Worktrees() as others:
+            codes(others, found)
             assert repository("worktree", "list").count("\n") == 6 and (living / "train.py").exists()
     assert repository("worktree", "list").count("\n") == 2
-
-
-def test_checked_out_failure_leaves_no_worktree(repository, monkeypatch):
-    found = parse_change("other")
-    broken = change.Change(found.settings, found.base, "0" * 40, found.diff)
-    with pytest.raises(ConfigError, match="git worktree fails"), checked_out(broken):
-        pass
-    assert repository("worktree", "list").count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -200,25 +235,26 @@ def test_checked_out_failure_leaves_no_worktree(repository, monkeypatch):
         ("'", "cannot be parsed"),
         (".", "the working tree has no changes"),
         ("-x", "'-x' is not a git branch"),
+        ("--x 1 --seed 3", "is set for each run"),
+        ("other --out_dir=x", "is set for each run"),
+        ("--x 1 --help", "prints something"),
         ("~nobody_here/x.patch", "names a user that this machine does not have"),
     ],
 )
-def test_parse_change_refuses_invalid_text(text, message, repository):
+def test_parse_idea_refuses_invalid_text(text, message, repository):
     with pytest.raises(ConfigError, match=message):
-        parse_change(text)
+        parse_idea(text)
 
 
-def test_parse_change_without_earlier_commit_is_refused(repository):
+def test_parse_idea_without_earlier_commit_is_refused(repository):
     first = repository("rev-list", "--max-parents=0", "HEAD").strip()
     unrelated = repository("commit-tree", "HEAD^{tree}", "-m", "unrelated").strip()
     for commit in (first, unrelated):
         with pytest.raises(ConfigError, match=f"compare '{commit}'; in a shallow clone, run git fetch --unshallow"):
-            parse_change(commit)
-    with pytest.raises(ConfigError, match="onto: 'nothing' is not a git branch"):
-        parse_change("other", onto="nothing")
+            parse_idea(commit)
 
 
-def test_parse_change_inapplicable_patch_shows_git_message(repository, tmp_path):
+def test_parse_idea_inapplicable_patch_shows_git_message(repository, tmp_path):
     (tmp_path / "idea.patch").write_text("--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-print(7)\n+print(8)\n")
     with pytest.raises(ConfigError, match="git apply fails: .*train.py"):
-        parse_change(str(tmp_path / "idea.patch"))
+        parse_idea(str(tmp_path / "idea.patch"))

@@ -1,23 +1,19 @@
 """Error rates of the sequential test by simulation, and its parts against scipy and exact cases."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import stats
 
-from tools.experiment.compute_multiplier import estimate_compute_multiplier, geometric_mean
+from tools.experiment.compute_multiplier import estimate_compute_multiplier
 from tools.experiment.sequential_test import (
     MAX_MORE_SEEDS,
-    MIN_POWER,
     MIN_SEEDS,
-    OPTIMISM,
     TOTAL_ALPHA,
     Difference,
     additional_seeds,
     alpha_spent,
-    conditional_power,
     decide,
     estimate_difference,
     nominal_alphas,
@@ -28,28 +24,21 @@ LAST = 24
 MANY = 20_000
 
 
-def analyses(baseline, candidate, baseline_seeds=0):
-    """Differences, standard errors and half-widths, [experiments, analyses], of many experiments at once."""
-    n = np.arange(MIN_SEEDS, candidate.shape[1] + 1)
-    sizes = np.maximum(n, baseline_seeds), n
-    means, variances = [], []
-    for arm, k in zip((baseline, candidate), sizes, strict=True):
-        mean = arm.cumsum(1)[:, k - 1] / k
-        means.append(mean)
-        variances.append(((arm**2).cumsum(1)[:, k - 1] / k - mean**2).clip(0) / (k - 1))
-    levels = np.array(nominal_alphas(int(n[-1]), baseline_seeds=baseline_seeds))
-    errors = np.sqrt(sum(variances))
-    return means[1] - means[0], errors, errors * welch_quantile(levels, variances, n, sizes[0])
-
-
 def intervals(baseline, candidate):
-    middle, _, reach = analyses(baseline, candidate)
-    return middle, reach
+    """Differences and half-widths, [experiments, analyses], of many experiments at once."""
+    n = np.arange(MIN_SEEDS, candidate.shape[1] + 1)
+    means, variances = [], []
+    for arm in (baseline, candidate):
+        mean = arm.cumsum(1)[:, n - 1] / n
+        means.append(mean)
+        variances.append(((arm**2).cumsum(1)[:, n - 1] / n - mean**2).clip(0) / (n - 1))
+    errors = np.sqrt(sum(variances))
+    return means[1] - means[0], errors * welch_quantile(np.array(nominal_alphas(int(n[-1]))), *variances, n)
 
 
-def simulated(deviations, effect, seed, baseline_seeds=LAST, last=LAST):
+def simulated(deviations, effect, seed):
     draw = np.random.default_rng(seed).normal
-    return draw(0, deviations[0], (MANY, baseline_seeds)), draw(effect, deviations[1], (MANY, last))
+    return draw(0, deviations[0], (MANY, LAST)), draw(effect, deviations[1], (MANY, LAST))
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.012), (0.004, 0.022), (0.022, 0.004), (0.02, 0.0)])
@@ -58,65 +47,6 @@ def test_false_alarms_without_effect_stay_below_five_percent(deviations):
     middle, reach = intervals(*simulated(deviations, 0.0, seed=1))
     false_alarms = (np.abs(middle) > reach).any(1).mean()
     assert 0.02 < false_alarms < 0.05
-
-
-@pytest.mark.parametrize("deviations", [(1, 1), (1, 3), (1, 5.5), (3, 1)])
-@pytest.mark.parametrize("baseline_seeds", [13, 16, 24])
-def test_shared_baseline_keeps_false_alarms_below_five_percent(baseline_seeds, deviations):
-    arms = simulated(deviations, 0.0, 6, baseline_seeds, last=12)
-    middle, _, reach = analyses(*arms, baseline_seeds)
-    assert (middle + reach < 0).any(1).mean() < 0.025
-    assert (np.abs(middle) > reach).any(1).mean() < 0.05
-
-
-def test_shared_baseline_detects_more():
-    powers = []
-    for baseline_seeds in (0, 24):
-        arms = simulated((1, 1), -1.6, 7, baseline_seeds or 12, last=12)
-        middle, _, reach = analyses(*arms, baseline_seeds)
-        powers.append((middle + reach < 0).any(1).mean())
-    assert powers[0] < 0.82 and powers[1] > 0.88
-
-
-@pytest.mark.parametrize("baseline_seeds", [0, 24])
-@pytest.mark.parametrize(("effect", "most_seeds"), [(0.0, 5.0), (1.2, 3.3)])
-def test_futility_saves_seeds_and_keeps_power(effect, most_seeds, baseline_seeds):
-    def outcome(effect, seed, stops):
-        arms = simulated((1, 1), effect, seed, baseline_seeds or 12, last=12)
-        middle, errors, reach = analyses(*arms, baseline_seeds)
-        better, stop = middle + reach < 0, np.abs(middle) > reach
-        for index in range(stop.shape[1] if stops else 0):
-            n = MIN_SEEDS + index
-            # The mean at which the conditional power is MIN_POWER, in standard errors; the power falls with the mean.
-            limit = optimize.brentq(lambda mean, n=n: power(mean, n) - MIN_POWER, -9, 9) if n < 12 else np.inf
-            stop[:, index] |= middle[:, index] > limit * errors[:, index]
-        stop[:, -1] = True
-        first = stop.argmax(1)
-        return np.take_along_axis(better, first[:, None], 1).mean(), MIN_SEEDS + first.mean()
-
-    def power(mean, n):
-        return conditional_power(Difference(mean, -9, 9, 1.0, n, baseline_seeds), 12)
-
-    (_, all_seeds), (_, seeds) = (outcome(effect, 8, stops) for stops in (False, True))
-    assert seeds < most_seeds and all_seeds > 8
-    (full, _), (early, _) = (outcome(-1.2, 9, stops) for stops in (False, True))
-    assert full - 0.02 < early <= full
-
-
-def test_conditional_power_matches_simulation():
-    """Without optimism in a second experiment: the estimate is the truth, better by OPTIMISM standard errors."""
-    effect, n, last = -0.5, 6, 12
-    draw = np.random.default_rng(3).normal
-    found = Difference(effect, -9, 9, math.sqrt(2 / n), n)
-    later = draw(effect - OPTIMISM * found.standard_error, math.sqrt(2 / (last - n)), 200_000)
-    z = (effect * n + later * (last - n)) / last / math.sqrt(2 / last)
-    level = nominal_alphas(last)[-1]
-    assert conditional_power(found, last) == pytest.approx((z < -stats.t.isf(level / 2, 22)).mean(), abs=0.01)
-
-
-def test_unequal_numbers_need_the_default_level():
-    with pytest.raises(ValueError, match="is not calibrated"):
-        estimate_difference([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 0.01)
 
 
 @pytest.mark.parametrize(("in_both", "low", "high"), [(True, 0.0, 0.05), (False, 0.05, 0.08)])
@@ -133,6 +63,28 @@ def test_false_alarms_with_non_gaussian_noise(in_both, low, high):
 
     middle, reach = intervals(arm(1 / 6 if in_both else 0.0), arm(1 / 6))
     assert low < (np.abs(middle) > reach).any(1).mean() < high
+
+
+def test_idea_that_fails_badly_in_one_seed_of_six_is_not_better():
+    """The estimand is the mean of the log: five seeds of six gain 10%, and one has so much more that the mean is equal.
+
+    The verdict "better" is then false. A test of equal means of the losses themselves gives it more often.
+    """
+    draw = np.random.default_rng(9)
+    baseline = np.exp(draw.normal(0, 0.04, (MANY, 12)))
+    fails = draw.random((MANY, 12)) < 1 / 6
+
+    def better(gain, loss):
+        candidate = np.exp(draw.normal(0, 0.04, (MANY, 12)) + np.where(fails, loss, -gain))
+        (log_middle, log_reach), (middle, reach) = (
+            intervals(*arms) for arms in ((np.log(baseline), np.log(candidate)), (baseline, candidate))
+        )
+        return (log_middle + log_reach < 0).any(1).mean(), (middle + reach < 0).any(1).mean()
+
+    equal_logs = better(0.1, 0.5)
+    equal_means = better(0.1, np.log(1 + 5 * (1 - np.exp(-0.1))))
+    print(equal_logs, equal_means)
+    assert equal_logs[0] < 0.35
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.022)])
@@ -153,17 +105,16 @@ def test_large_effect_is_detected_with_few_seeds():
     assert (middle + reach < 0).any(1).all() and seeds.mean() < 5.5
 
 
-@pytest.mark.parametrize("total_alpha", [TOTAL_ALPHA, 0.005])
-def test_nominal_alphas_spend_total_alpha(total_alpha):
+def test_nominal_alphas_spend_total_alpha():
     """With a known standard deviation the recursion is exact."""
     sums = np.random.default_rng(5).normal(size=(200_000, 12)).cumsum(1)[:, MIN_SEEDS - 1 :]
     z = np.abs(sums) / np.sqrt(np.arange(MIN_SEEDS, 13))
-    decided = (z > stats.norm.isf(np.array(nominal_alphas(12, total_alpha)) / 2)).any(1).mean()
-    spent = alpha_spent(12, total_alpha)
+    decided = (z > stats.norm.isf(np.array(nominal_alphas(12)) / 2)).any(1).mean()
+    spent = alpha_spent(12)
     assert decided == pytest.approx(spent, abs=4 * math.sqrt(spent / 200_000))
-    assert nominal_alphas(20, total_alpha)[:4] == nominal_alphas(6, total_alpha), "levels depend on later analyses"
-    assert alpha_spent(MIN_SEEDS - 1, total_alpha) == 0, "nothing before the first analysis"
-    assert alpha_spent(10**9, total_alpha) < total_alpha == pytest.approx(alpha_spent(10**12, total_alpha), abs=1e-6)
+    assert nominal_alphas(20)[:4] == nominal_alphas(6), "levels depend on later analyses"
+    assert alpha_spent(MIN_SEEDS - 1) == 0, "nothing before the first analysis"
+    assert alpha_spent(10**9) < TOTAL_ALPHA == pytest.approx(alpha_spent(10**12), abs=1e-6)
 
 
 def test_estimate_difference_matches_scipy_welch_interval():
@@ -200,9 +151,7 @@ def test_additional_seeds_shrink_interval_as_required():
     later = estimate_difference([scale * x for x in spread], [scale * x - 0.004 for x in spread])
     assert 1.0 < (later.high - later.low) / 2 / 0.004 * 1.2 < 1.5
     assert additional_seeds(estimate_difference([1.0, 2.0, 3.0], [1.0, 2.0, 3.1]), margin=1e-4) == MAX_MORE_SEEDS
-    clear = Difference(-0.7, -3.0, 1.0, 0.5, 3)
-    assert additional_seeds(clear, 1e-4) == 14
-    assert additional_seeds(replace(clear, baseline_seeds=24), 1e-4) == MAX_MORE_SEEDS, "the baseline's error remains"
+    assert additional_seeds(Difference(-0.7, -3.0, 1.0, 0.5, 3), 1e-4) == 14
 
 
 def test_compute_multiplier_recovers_known_ratio():
@@ -258,11 +207,3 @@ def test_compute_multiplier_clips_to_budgets():
     assert ratio(budgets, 10.0) == pytest.approx(0.5)
     assert ratio([(share, share) for share, _ in budgets], 0.9) is None
     assert ratio(budgets[:2], 0.9) is None
-
-
-def test_geometric_mean_has_student_interval():
-    middle, low, high = geometric_mean([1.1, 1.2, 1.15])
-    assert middle == pytest.approx((1.1 * 1.2 * 1.15) ** (1 / 3))
-    logs = np.log([1.1, 1.2, 1.15])
-    assert np.log([low, high]) == pytest.approx(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
-    assert geometric_mean([1.1])[1:] == (0.0, math.inf)

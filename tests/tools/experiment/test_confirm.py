@@ -1,0 +1,85 @@
+"""The table of confirm: measured on reserved seeds, beside the prediction of the screen."""
+
+import json
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from tools.experiment import log
+from tools.experiment.screen import CONTROL
+
+A, B, C, SHAM = "--effect.a 0.7", "--effect.b 0.8", "--effect.c 0.9", "--idea.sham 1"
+
+
+def test_accepted_ideas_are_confirmed(run_experiment):
+    run_experiment(A, B, C, SHAM, runs=36)
+    screened = run_experiment.started()
+    found = run_experiment.confirm()
+    assert sorted(found["ideas"]) == [A, B, C], "neither the sham nor the control"
+    assert [(row["arm"], row["against"]) for row in found["rows"]] == [
+        ("all", "baseline"),
+        *((idea, "baseline") for idea in (A, B, C)),
+        *(("all", f"all without {idea}") for idea in (A, B, C)),
+    ]
+    together = found["rows"][0]
+    assert together["effect"] == pytest.approx(0.7 * 0.8 * 0.9 - 1, abs=0.01) and together["verdict"] == "better"
+    assert together["predicted"] == pytest.approx(0.7 * 0.8 * 0.9 - 1, abs=0.02)
+    assert together["low"] < 0.7 * 0.8 * 0.9 - 1 < together["high"] < 0 and together["p"] < 0.05
+    for row, effect in zip(found["rows"][1:], [-0.3, -0.2, -0.1] * 2, strict=True):
+        assert row["effect"] == pytest.approx(effect, abs=0.01) and row["predicted"] == pytest.approx(effect, abs=0.02)
+    names = run_experiment.started()
+    assert len(names) == len(set(names)) == 8 * 3 and not {*names} & {*screened}
+    assert {int(name.rpartition("-")[2]) for name in names} == {5000, 5001, 5002}
+    again = run_experiment.confirm()
+    assert again == found and not run_experiment.started() and len(log.read(run_experiment.lab)) == 1
+    text = run_experiment.confirm(json=False)
+    assert "3 seeds of each arm that no screen has used" in text and f"all without {B}" in text
+
+
+def test_named_ideas_at_sizes_on_other_data(run_experiment):
+    found = run_experiment.confirm(A, B, "--optimizer.lr", "1.5", sizes="1,4", data_seed=3)
+    assert [(row["size"], row["arm"]) for row in found["rows"]] == [
+        (1, "all"), (1, A), (1, B), (4, "all"), (4, A), (4, B)
+    ]  # fmt: skip
+    assert all(row["predicted"] is None for row in found["rows"]) and found["data_seed"] == 3
+    configs = [json.loads(file.read_text()) for file in (run_experiment.lab / "runs").glob("*/config.yaml")]
+    assert {one["data"]["seed"] for one in configs} == {3} and {one["optimizer"]["lr"] for one in configs} >= {1.5}
+    assert {one["model"]["d_model"] for one in configs} == {64, 128}
+
+
+def test_settings_of_all_runs_need_no_idea(run_experiment):
+    """They choose the screen."""
+    run_experiment(A, SHAM, "--optimizer.lr", "1.5", runs=24)
+    assert run_experiment.confirm("--optimizer.lr", "1.5")["ideas"] == [A]
+    assert "the screen accepted none" in run_experiment.confirm(error=ConfigError)
+
+
+def test_p_values_are_corrected(run_experiment):
+    """Of one idea with an effect and one without; Holm's method multiplies the smallest of three p-values by three."""
+    found = run_experiment.confirm(A, "--effect.d 1.0001")
+    p = [row["p"] for row in found["rows"]]
+    assert found["rows"][2]["verdict"] == "unknown" and max(p) <= 1 and p[2] == max(p)
+
+
+@pytest.mark.parametrize(
+    ("ideas", "message"),
+    [
+        ((), "the screen accepted none; name those to confirm"),
+        (("--data.path x",), "changes which tokens are predicted"),
+        (("--effect.nope 1",), "is not a setting"),
+    ],
+)
+def test_refused(ideas, message, run_experiment):
+    assert message in run_experiment.confirm(*ideas, error=ConfigError)
+    assert json.loads(run_experiment.printed[-1])["exit_code"] == 2 and not run_experiment.started()
+
+
+def test_failed_run_is_an_error(run_experiment):
+    assert "the loss is nan" in run_experiment.confirm("--idea.fails true", error=RunError)
+    assert not log.read(run_experiment.lab)
+
+
+def test_control_is_not_confirmed(run_experiment):
+    result = run_experiment("--steps 150", SHAM, runs=24)
+    assert {idea["verdict"] for idea in result["ideas"] if idea["idea"] == CONTROL} == {"worse"}
+    assert run_experiment.confirm()["ideas"] == ["--steps 150"]

@@ -1,0 +1,304 @@
+"""A screen of several ideas: what it finds, that it resumes and grows, and what it refuses."""
+
+import json
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from data.files import lock
+from tests.tools.experiment.conftest import fake_scorer
+from tools.experiment import judge, screen
+from tools.experiment.change import Worktrees
+from tools.experiment.screen import CONTROL
+
+A, B, SHAM = "--effect.a 0.7", "--effect.b 1.4", "--idea.sham 1"
+STOP = "import signal, time\nif settings['seed'] == 5:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
+
+
+def by_idea(result, name="verdict"):
+    return {idea["idea"]: idea[name] for idea in result["ideas"]}
+
+
+def test_planted_effects_are_found(run_experiment):
+    result = run_experiment(A, B, SHAM, "--idea.big true", runs=30)
+    verdicts = by_idea(result)
+    assert verdicts == {A: "better", B: "worse", SHAM: "unknown", "--idea.big true": "unknown", CONTROL: "worse"}
+    assert result["runs"] == 30 == len(run_experiment.started()) and result["failed"] == 0
+    first = result["ideas"][0]
+    keys = {"idea", "effect", "low", "high", "p", "q", "verdict", "failed", "seconds", "parameters"}
+    assert keys <= first.keys() and {"runs", "ideas"} <= result.keys()
+    assert first["low"] < -0.3 < first["high"] < 0 and first["q"] < 0.05
+    assert by_idea(result, "effect")[CONTROL] == pytest.approx(0.25, abs=0.02), "0.8 of the steps"
+    assert by_idea(result, "parameters")["--idea.big true"] == pytest.approx(1.5)
+    assert by_idea(result, "equal_compute")[CONTROL]["effect"] == pytest.approx(0, abs=1e-3), "its gain per second"
+    assert list(result["kinds"]) == ["names"]
+    [picture] = run_experiment.lab.glob("screens/*/screen.png")
+    assert picture.stat().st_size > 10_000
+    seeds = [row["seed"] for row in run_experiment.record()["rows"]]
+    assert seeds == [*range(30)] and run_experiment.rows()[0] == []
+    again = run_experiment(A, B, SHAM, "--idea.big true", runs=30)
+    assert again == result and not run_experiment.started()
+    text = run_experiment(A, B, SHAM, "--idea.big true", runs=30, json=False)
+    assert "30 runs, 0 of them failed" in text and "Only the table of confirm is a result" in text
+
+
+def test_stopped_screen_resumes(run_experiment):
+    run_experiment.hook(STOP)
+    run_experiment(A, B, runs=10, error=SystemExit)
+    assert json.loads(run_experiment.printed[-2])["exit_code"] == 75
+    before, rows = run_experiment.record()["rows"], run_experiment.rows()
+    finished = {row["run"] for row in before if row["loss"] is not None}
+    assert 4 <= len(finished) < len(before) < 10
+    run_experiment.hook("")
+    assert run_experiment(A, B, runs=10)["runs"] == 10
+    assert run_experiment.rows()[: len(rows)] == rows
+    assert set(run_experiment.started()) == {row["run"] for row in run_experiment.record()["rows"]} - finished
+
+
+def test_run_stopped_from_elsewhere_is_trained_again(run_experiment):
+    run_experiment.hook("if settings['seed'] == 2:\n    sys.exit(75)")
+    assert run_experiment(A, B, runs=6)["runs"] == 5
+    run_experiment.hook("")
+    assert run_experiment(A, B, runs=6)["runs"] == 6 and len(run_experiment.started()) == 1
+
+
+def test_more_runs_are_added(run_experiment):
+    run_experiment(A, B, runs=6)
+    before = run_experiment.record()["rows"]
+    run_experiment(A, B, runs=10)
+    assert run_experiment.record()["rows"][:6] == before and len(run_experiment.started()) == 4
+
+
+def test_ideas_join_a_running_screen(run_experiment):
+    file = run_experiment.lab / "ideas.txt"
+    file.write_text(f"{A}\n# a comment\n")
+    run_experiment.hook(f"if settings['seed'] == 5:\n    print({B!r}, file=open({str(file)!r}, 'a'))")
+    run_experiment(str(file), SHAM, runs=24)
+    on = [index for index, row in enumerate(run_experiment.rows()) if B in row]
+    assert on and on[0] > 5
+    run_experiment(str(file), SHAM, "--effect.c 0.9", runs=36)
+    on = [index for index, row in enumerate(run_experiment.rows()) if "--effect.c 0.9" in row]
+    assert len(on) >= 3 and on[0] >= 24
+
+
+def test_wrong_idea_of_a_running_screen_blocks_no_other(run_experiment):
+    file = run_experiment.lab / "ideas.txt"
+    file.write_text(f"{A}\n")
+    lines = f"--effect.nope 1\\n{B}"
+    run_experiment.hook(f"if settings['seed'] == 3:\n    print('{lines}', file=open({str(file)!r}, 'a'))")
+    run_experiment(str(file), SHAM, runs=24)
+    assert any(B in row for row in run_experiment.rows())
+    told = [line for line in run_experiment.printed if "--effect.nope is not a setting" in line]
+    assert len(told) == 1 and told[0].startswith("ignored: ")
+
+
+def test_ideas_of_one_setting_are_never_on_together(run_experiment):
+    other = "--effect.a 0.8"
+    run_experiment(A, other, B, runs=20)
+    rows = run_experiment.rows()
+    assert any(A in row for row in rows) and any(other in row for row in rows)
+    assert not any({A, other} <= {*row} for row in rows)
+
+
+def test_ideas_that_are_refused_together_are_kept_apart(run_experiment):
+    """train.py refuses idea.x with the sham."""
+    x = "--idea.x true"
+    result = run_experiment(x, SHAM, A, runs=24)
+    rows = run_experiment.rows()
+    assert result["runs"] == 24 and any(x in row for row in rows) and any(SHAM in row for row in rows)
+    assert not any({x, SHAM} <= {*row} for row in rows)
+    content = run_experiment.record()
+    pairs = [{content["ideas"][key]["text"] for key in pair} for pair in content["exclusive"]]
+    assert {x, SHAM} in pairs
+
+
+def test_three_ideas_that_are_refused_together_stop_nothing(run_experiment):
+    ideas = [f"--idea.{name} true" for name in "xyz"]
+    run_experiment(*ideas, runs=2)
+    [file] = run_experiment.lab.glob("screens/*/screen.json")
+    content = run_experiment.record()
+    keys = [key for key, idea in content["ideas"].items() if idea["text"] in ideas]
+    content["rows"].append({"seed": 2, "ideas": keys})
+    file.write_text(json.dumps(content))
+    assert run_experiment(*ideas, runs=3)["runs"] == 3
+    assert len(run_experiment.rows()[2]) == 2
+    assert not any(set(pair) <= set(keys) for pair in run_experiment.record()["exclusive"])
+
+
+def test_failing_idea_has_its_own_column(run_experiment):
+    fails = "--idea.fails true"
+    result = run_experiment(A, fails, SHAM, runs=30)
+    assert by_idea(result) == {A: "better", fails: "failed", SHAM: "unknown", CONTROL: "worse"}
+    assert by_idea(result, "failed")[fails] == result["failed"] >= 5 and by_idea(result, "failed")[A] == 0
+    text = run_experiment(A, fails, SHAM, runs=30, json=False)
+    assert "failed: the loss is nan" in text
+
+
+def test_minutes_start_no_run_that_would_end_late(run_experiment, monkeypatch):
+    """By a clock on which each run takes a minute."""
+    clock = SimpleNamespace(monotonic=lambda: 60 * len(run_experiment.started()))
+    monkeypatch.setattr(screen, "time", clock)
+    result = run_experiment(A, B, minutes=10, jobs=1)
+    assert 8 <= result["runs"] <= 10
+    assert 8 <= run_experiment(A, B, minutes=10, jobs=1)["runs"] - result["runs"] <= 10, "minutes are of a command"
+
+
+def test_planned_rows_are_limited(run_experiment, monkeypatch):
+    """Runs that take no time, or were finished before, must not lead to a design of millions of rows."""
+    planned = []
+    extend = screen.extend_design
+    monkeypatch.setattr(screen, "extend_design", lambda *a, **k: planned.append(a[1]) or extend(*a, **k))
+    start = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: start + len(run_experiment.started()) * 1e-3)
+    monkeypatch.setattr(screen, "time", clock)
+    run_experiment.hook(STOP)
+    run_experiment(A, B, minutes=600, error=SystemExit)
+    assert max(planned) <= 20
+
+
+def test_second_process_is_refused(run_experiment):
+    run_experiment(A, B, runs=2)
+    before = run_experiment.record()
+    [file] = run_experiment.lab.glob("screens/*/.lock")
+    with open(file, "w") as other:
+        assert lock(other)
+        assert "another process runs" in run_experiment(A, SHAM, runs=4, error=ConfigError)
+    assert not run_experiment.started() and run_experiment.record() == before
+
+
+@pytest.mark.parametrize(
+    ("idea", "message"),
+    [
+        ("--effect.nope 1", "--effect.nope is not a setting"),
+        ("--data.path x", "changes which tokens are predicted"),
+        ("--seq_len 16", "changes which tokens are predicted"),
+        ("--seed 3", "is set for each run"),
+        ("--effect.a 2 --resume=never", "is set for each run"),
+        ("--effect.a 2 --print_config", "or prints something"),
+        ("nowhere.patch", "is not the root of a git repository"),
+        ("", "is empty"),
+    ],
+)
+def test_wrong_ideas_are_refused_before_training(idea, message, run_experiment):
+    assert message in run_experiment(A, idea, runs=4, error=ConfigError)
+    assert not run_experiment.started()
+    printed = json.loads(run_experiment.printed[-1])
+    assert printed["exit_code"] == 2 and message in printed["message"] and printed["verdict"] is None
+
+
+def test_settings_without_quotes_are_refused(run_experiment):
+    assert "quote settings" in run_experiment("--effect.a", "0.7", error=ConfigError)
+
+
+def test_ideas_above_a_limit_are_never_on(run_experiment):
+    big = "--idea.big true"
+    result = run_experiment(A, big, runs=12, max_parameters=1.2)
+    [blocked] = result["cannot_be_on"]
+    assert blocked["idea"] == big and "1.500 times the parameters" in blocked["message"]
+    assert not any(big in row for row in run_experiment.rows())
+    shutil.rmtree(run_experiment.lab / "screens")
+    assert not run_experiment(A, big, runs=2, max_parameters=1.6)["cannot_be_on"]
+    shutil.rmtree(run_experiment.lab / "screens")
+    assert run_experiment(A, big, runs=2, max_flops=1.2)["cannot_be_on"]
+
+
+def test_patches_with_settings_are_merged_once(run_experiment, write_patch, monkeypatch):
+    commits, folder = set(), Worktrees.folder
+    monkeypatch.setattr(Worktrees, "folder", lambda self, commit: commits.add(commit) or folder(self, commit))
+    one, two = write_patch.setting("one", 1, 0.7), write_patch.setting("two", 2, 1.4)
+    result = run_experiment(str(write_patch.folder), runs=20)
+    assert by_idea(result) == {one: "better", two: "worse", CONTROL: "worse"}
+    assert any({one, two} <= {*row} for row in run_experiment.rows())
+    assert len(commits) == 4, "the head, each patch alone, and both"
+    assert len(run_experiment.started()) == 20 + 2, "short runs of the head and of the merged code"
+    assert write_patch.git("worktree", "list").count("\n") == 1
+
+
+def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
+    one = write_patch("one.patch", "EFFECT = 40", "EFFECT = 28")
+    two = write_patch("two.patch", "EFFECT = 40", "EFFECT = 56")
+    three = write_patch.setting("three", 1, 0.9)
+    result = run_experiment(str(write_patch.folder), runs=24)
+    assert by_idea(result) == {one: "better", two: "worse", three: "better", CONTROL: "worse"}
+    assert not any({one, two} <= {*row} for row in run_experiment.rows())
+    assert any({one, three} <= {*row} for row in run_experiment.rows())
+
+
+def test_patch_that_changes_the_default_is_named(run_experiment, write_patch):
+    write_patch.setting("good", 1, 0.7)
+    bad = write_patch.setting("bad", 2, 0.7, default="0.95")
+    message = run_experiment(str(write_patch.folder), runs=4, error=ConfigError)
+    assert message.startswith(f"idea: {bad}: ") and "must change nothing by default" in message
+
+
+@pytest.mark.parametrize("default", ["1.0", "0.95"])
+def test_patch_joins_while_others_train(default, run_experiment, write_patch):
+    """It is checked by short runs, and the runs in progress go on."""
+    aside = run_experiment.lab / "aside"
+    aside.mkdir()
+    write_patch.setting("one", 1, 0.7)
+    joins = write_patch.setting("two", 2, 1.4, default=default, folder=aside)
+    code = f"import shutil\nif settings['seed'] == 3 and settings['steps'] >= 80:\n    shutil.copy2({joins!r}, "
+    run_experiment.hook(f"{code}{str(write_patch.folder)!r})\nimport time\ntime.sleep(0.2)")
+    result = run_experiment(str(write_patch.folder), SHAM, runs=24)
+    assert result["runs"] == 24 and result["failed"] == 0
+    names = [
+        name for name in run_experiment.started() if name in {row["run"] for row in run_experiment.record()["rows"]}
+    ]
+    assert len(names) == len(set(names)) == 24, "a run was started again"
+    own = str(write_patch.folder / "two.patch")
+    assert any(own in row for row in run_experiment.rows()) == (default == "1.0")
+    assert [blocked["idea"] for blocked in result["cannot_be_on"]] == [own] * (default != "1.0")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("# 1\n", "# 1\nseed = 3\n", "which define the data, the evaluation or the seeds"),
+        ("# 1\n", "# 1\nBROKEN = 1\n", "cache: 3.7e-02"),
+        ("# 1\n", "# 1\n1 / 0\n", "ZeroDivisionError: division by zero (train.py:"),
+    ],
+)
+def test_wrong_patches(before, after, message, run_experiment, write_patch):
+    patch = write_patch("wrong.patch", before, after)
+    if "seed" in after:
+        assert message in run_experiment(A, patch, runs=4, error=ConfigError)
+        assert not run_experiment.started()
+    else:
+        [blocked] = run_experiment(A, patch, runs=4)["cannot_be_on"]
+        assert blocked["idea"] == patch and message in blocked["message"]
+
+
+def test_crash_in_the_scorer_fails_one_run(run_experiment, write_patch, monkeypatch):
+    def crash(baseline, arm, runs):
+        if any(run.path.name.endswith("-3") for run in runs):
+            raise RunError("its runs cannot be scored")
+        return fake_scorer(baseline, arm, runs)
+
+    monkeypatch.setattr(judge, "run_scorer", crash)
+    write_patch.setting("one", 1, 0.7)
+    result = run_experiment(str(write_patch.folder), SHAM, runs=8)
+    assert result["failed"] == 1 and run_experiment.record()["rows"][3]["failure"] == "its runs cannot be scored"
+
+
+def test_problem_found_by_the_judge_is_a_failure(run_experiment, write_patch, monkeypatch):
+    def judge_runs(baseline, arm, runs):
+        cheats = arm.settings.get("effect.one") == 0.1
+        return [answer | {"problem": "depends on later tokens"} if cheats else answer
+                for answer in fake_scorer(baseline, arm, runs)]  # fmt: skip
+
+    monkeypatch.setattr(judge, "run_scorer", judge_runs)
+    monkeypatch.setattr(screen, "SCORED_AT_ONCE", 1)
+    patch = write_patch.setting("one", 1, 0.1)
+    result = run_experiment(patch, SHAM, A, runs=24)
+    assert by_idea(result)[patch] == "failed" and by_idea(result)[A] == "better"
+
+
+def test_damaged_record_is_refused(run_experiment):
+    run_experiment(A, B, runs=2)
+    [file] = run_experiment.lab.glob("screens/*/screen.json")
+    file.write_text("{")
+    assert "cannot be read" in run_experiment(A, B, runs=2, error=ConfigError)
