@@ -199,14 +199,15 @@ class Comparison:
         jobs = {one.digest: [one.job(TUNING_SEEDS + seed) for seed in range(NUM_TUNING_SEEDS)] for one in arms}
         self.jobs.train([job for several in jobs.values() for job in several], until_failure=False)
         # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
-        losses = {
-            one: statistics.fmean(score.loss for score in judge.score(self.baseline, one, [job.run for job in own]))
-            for one, own in zip(arms, jobs.values(), strict=True)
-            if all(job.is_finished() for job in own)
-        }
-        if not losses:
+        losses = []
+        for one, own in zip(arms, jobs.values(), strict=True):
+            runs = [job.run for job in own if job.is_finished()]
+            scores = judge.score(self.baseline, one, runs, self.config.metric)
+            is_good = len(runs) == len(own) and not any(score.problem for score in scores)
+            losses.append(statistics.fmean(score.loss for score in scores) if is_good else math.inf)
+        if min(losses) == math.inf:
             raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
-        best = min(losses, key=losses.__getitem__)
+        best = arms[losses.index(min(losses))]
         at_end = ", at an end of the range" * (best in (arms[0], arms[-1]))
         print(f"tune: {setting} {best.settings[setting]:g}{at_end}", file=sys.stderr)
         return best

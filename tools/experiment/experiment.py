@@ -10,7 +10,7 @@ from typing import Any
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from tools.experiment import log, report
-from tools.experiment.change import Idea, Worktrees, parse_ideas
+from tools.experiment.change import Idea, Worktrees, idea_texts, parse_ideas
 from tools.experiment.comparison import Comparison, Result
 from tools.experiment.screen import Screen
 from tools.experiment.settings import ExperimentConfig, LabConfig
@@ -53,7 +53,7 @@ def run_experiment(config: ExperimentConfig, lab: Path, jobs: JobRunner) -> None
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
     with Worktrees() as trees:
         ideas = parse_ideas(config.ideas)
-        if len(config.ideas) == len(ideas) == 1 and not Path(config.ideas[0]).is_dir():
+        if len(ideas) == 1 and idea_texts(config.ideas) == config.ideas:  # no folder or text file
             comparison = Comparison(config, ideas[0], lab, trees, jobs)
             row = make_row(ideas[0], comparison, comparison.run())
             ideas[0].save_diff(lab / "diffs")

@@ -13,7 +13,7 @@ from tools.experiment.settings import ConfirmConfig, ExperimentConfig
 from tools.jobs import runner
 
 # In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, times the values of all settings
-# effect.*, with noise of 0.4% over seeds. A run first executes LAB/hook.py, where a test may write what happens in it.
+# model.effect_*, with noise of 0.4% over seeds. A run first executes LAB/hook.py, in which a test says what happens.
 FAKE = """
 import json, math, os, random, sys
 EFFECT = 40
@@ -21,8 +21,9 @@ def refuse(message):
     print(f"train.py: error: {message}", file=sys.stderr)
     sys.exit(2)
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
-    "init_from": None, "branch_from": None, "effect.a": 1.0, "effect.b": 1.0, "effect.c": 1.0, "effect.d": 1.0,
-    "idea.sham": 0, "idea.big": False, "idea.fails": False, "idea.x": False, "idea.y": False, "idea.z": False,
+    "init_from": None, "branch_from": None,
+    "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.effect_d": 1.0,
+    "model.sham": 0, "model.big": False, "model.fails": False, "model.x": False, "model.y": False, "model.z": False,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,
     "data.source": "stories", "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
     "optimizer.lr": 1.0, "evaluation.every": 10, "evaluation.num_samples": 5, "schedule.warmup_steps": 10,
@@ -57,9 +58,9 @@ for option, value in zip(words[::2], words[1::2]):
         settings[name] = json.loads(value)
     except ValueError:
         settings[name] = value
-if settings["idea.x"] and settings["idea.y"] and settings["idea.z"]:
+if settings["model.x"] and settings["model.y"] and settings["model.z"]:
     refuse("idea: x, y and z are too many")
-if settings["idea.x"] and settings["idea.sham"]:
+if settings["model.x"] and settings["model.sham"]:
     refuse("idea: x needs no sham")
 nested = {}
 for name, value in settings.items():
@@ -74,10 +75,10 @@ with open(os.path.join(lab, "started"), "a") as file:
 if os.path.exists(os.path.join(lab, "hook.py")):
     exec(open(os.path.join(lab, "hook.py")).read())
 excess = EFFECT / settings["steps"] * math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10)
-excess *= math.prod(value for name, value in settings.items() if name.startswith("effect."))
+excess *= math.prod(value for name, value in settings.items() if name.startswith("model.effect_"))
 excess *= 64 / settings["model.d_model"]
 excess *= 1 + 0.004 * random.Random(f"{excess} {settings['seed']} {settings['data.seed']}").gauss(0, 1)
-state = "finished" if math.isfinite(excess) and not settings["idea.fails"] else "failed"
+state = "finished" if math.isfinite(excess) and not settings["model.fails"] else "failed"
 row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
 row |= {"val/excess_loss/names": excess / 2, "val/shifted": excess - 1, "val/nothing": 0.0}
 row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}
@@ -86,7 +87,7 @@ with open(run + "/metrics.jsonl", "w") as file:
     print(json.dumps(row), file=file)
 with open(run + "/config.yaml", "w") as file:
     json.dump(nested, file)
-size = 1000 * settings["model.d_model"] // 64 * (3 if settings["idea.big"] else 2) // 2
+size = 1000 * settings["model.d_model"] // 64 * (3 if settings["model.big"] else 2) // 2
 with open(run + "/sessions.jsonl", "w") as file:
     session = {"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}
     print(json.dumps(session | {"parameters": size, "flops_per_token": 6 * size}), file=file)
@@ -202,8 +203,8 @@ def write_patch(run_experiment):
 
     def setting(name, line, value, default="1.0", folder=folder):
         """A patch that adds a setting below one of the lines for it."""
-        header = f"Settings: --effect.{name} {value}\n\n"
-        code = f'# {line}\nsettings["effect.{name}"] = {default}\n'
+        header = f"Settings: --model.effect_{name} {value}\n\n"
+        code = f'# {line}\nsettings["model.effect_{name}"] = {default}\n'
         return write(f"{name}.patch", f"# {line}\n", code, header, folder)
 
     write.setting, write.git, write.folder = setting, git, folder

@@ -200,3 +200,14 @@ def test_interaction_of_two_accepted_ideas():
     assert largest.verdict == "worse" and largest.low < np.expm1(0.3) < largest.high
     assert largest.runs == (rows[:, 0] & rows[:, 1]).sum()
     assert all(one.verdict == "unknown" for one in others)
+
+
+def test_idea_with_rare_failures_is_seldom_better():
+    """Its mean of the log is equal: it gains 10% in five runs of six, and loses 50% in the sixth."""
+    rows, generator = extend_design(np.zeros((0, 8), bool), 96), np.random.default_rng(0)
+    is_better = []
+    for _ in range(60):
+        effect = np.where(generator.random(96) < 1 / 6, 0.5, -0.1)
+        losses = rows[:, 0] * effect + generator.normal(0, DEVIATION, 96)
+        is_better.append(analyze([""] * 8, rows, losses).ideas[0].verdict == "better")
+    assert np.mean(is_better) < 0.1

@@ -36,9 +36,9 @@ def test_changed_initial_weights_are_another_arm(setting, file, run_experiment):
     weights.parent.mkdir(parents=True)
     weights.write_text("before")
     common = (f"--{setting}", str(run_experiment.root / "base"))
-    before = run_experiment("--effect.a 0.9", *common)
+    before = run_experiment("--model.effect_a 0.9", *common)
     weights.write_text("after")
-    after = run_experiment("--effect.a 0.9", *common)
+    after = run_experiment("--model.effect_a 0.9", *common)
     assert before["baseline"] != after["baseline"] and len(run_experiment.started()) >= 6
 
 

@@ -8,7 +8,7 @@ from config.errors import ConfigError, RunError
 from tools.experiment import log
 from tools.experiment.screen import CONTROL
 
-A, B, C, SHAM = "--effect.a 0.7", "--effect.b 0.8", "--effect.c 0.9", "--idea.sham 1"
+A, B, C, SHAM = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.sham 1"
 
 
 def test_accepted_ideas_are_confirmed(run_experiment):
@@ -56,7 +56,7 @@ def test_settings_of_all_runs_need_no_idea(run_experiment):
 
 def test_p_values_are_corrected(run_experiment):
     """Of one idea with an effect and one without; Holm's method multiplies the smallest of three p-values by three."""
-    found = run_experiment.confirm(A, "--effect.d 1.0001")
+    found = run_experiment.confirm(A, "--model.effect_d 1.0001")
     p = [row["p"] for row in found["rows"]]
     assert found["rows"][2]["verdict"] == "unknown" and max(p) <= 1 and p[2] == max(p)
 
@@ -66,7 +66,7 @@ def test_p_values_are_corrected(run_experiment):
     [
         ((), "the screen accepted none; name those to confirm"),
         (("--data.path x",), "changes which tokens are predicted"),
-        (("--effect.nope 1",), "is not a setting"),
+        (("--model.effect_nope 1",), "is not a setting"),
     ],
 )
 def test_refused(ideas, message, run_experiment):
@@ -75,7 +75,7 @@ def test_refused(ideas, message, run_experiment):
 
 
 def test_failed_run_is_an_error(run_experiment):
-    assert "the loss is nan" in run_experiment.confirm("--idea.fails true", error=RunError)
+    assert "the loss is nan" in run_experiment.confirm("--model.fails true", error=RunError)
     assert not log.read(run_experiment.lab)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -9,12 +11,13 @@ import pytest
 
 from config.errors import ConfigError, RunError
 from data.files import lock
+from tests.conftest import ROOT, environment
 from tests.tools.experiment.conftest import fake_scorer
 from tools.experiment import judge, screen
 from tools.experiment.change import Worktrees
 from tools.experiment.screen import CONTROL
 
-A, B, SHAM = "--effect.a 0.7", "--effect.b 1.4", "--idea.sham 1"
+A, B, SHAM = "--model.effect_a 0.7", "--model.effect_b 1.4", "--model.sham 1"
 STOP = "import signal, time\nif settings['seed'] == 5:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
 
 
@@ -23,25 +26,25 @@ def by_idea(result, name="verdict"):
 
 
 def test_planted_effects_are_found(run_experiment):
-    result = run_experiment(A, B, SHAM, "--idea.big true", runs=30)
+    result = run_experiment(A, B, SHAM, "--model.big true", runs=30)
     verdicts = by_idea(result)
-    assert verdicts == {A: "better", B: "worse", SHAM: "unknown", "--idea.big true": "unknown", CONTROL: "worse"}
+    assert verdicts == {A: "better", B: "worse", SHAM: "unknown", "--model.big true": "unknown", CONTROL: "worse"}
     assert result["runs"] == 30 == len(run_experiment.started()) and result["failed"] == 0
     first = result["ideas"][0]
     keys = {"idea", "effect", "low", "high", "p", "q", "verdict", "failed", "seconds", "parameters"}
     assert keys <= first.keys() and {"runs", "ideas"} <= result.keys()
     assert first["low"] < -0.3 < first["high"] < 0 and first["q"] < 0.05
     assert by_idea(result, "effect")[CONTROL] == pytest.approx(0.25, abs=0.02), "0.8 of the steps"
-    assert by_idea(result, "parameters")["--idea.big true"] == pytest.approx(1.5)
+    assert by_idea(result, "parameters")["--model.big true"] == pytest.approx(1.5)
     assert by_idea(result, "equal_compute")[CONTROL]["effect"] == pytest.approx(0, abs=1e-3), "its gain per second"
     assert list(result["kinds"]) == ["names"]
     [picture] = run_experiment.lab.glob("screens/*/screen.png")
     assert picture.stat().st_size > 10_000
     seeds = [row["seed"] for row in run_experiment.record()["rows"]]
     assert seeds == [*range(30)] and run_experiment.rows()[0] == []
-    again = run_experiment(A, B, SHAM, "--idea.big true", runs=30)
+    again = run_experiment(A, B, SHAM, "--model.big true", runs=30)
     assert again == result and not run_experiment.started()
-    text = run_experiment(A, B, SHAM, "--idea.big true", runs=30, json=False)
+    text = run_experiment(A, B, SHAM, "--model.big true", runs=30, json=False)
     assert "30 runs, 0 of them failed" in text and "Only the table of confirm is a result" in text
 
 
@@ -79,24 +82,24 @@ def test_ideas_join_a_running_screen(run_experiment):
     run_experiment(str(file), SHAM, runs=24)
     on = [index for index, row in enumerate(run_experiment.rows()) if B in row]
     assert on and on[0] > 5
-    run_experiment(str(file), SHAM, "--effect.c 0.9", runs=36)
-    on = [index for index, row in enumerate(run_experiment.rows()) if "--effect.c 0.9" in row]
+    run_experiment(str(file), SHAM, "--model.effect_c 0.9", runs=36)
+    on = [index for index, row in enumerate(run_experiment.rows()) if "--model.effect_c 0.9" in row]
     assert len(on) >= 3 and on[0] >= 24
 
 
 def test_wrong_idea_of_a_running_screen_blocks_no_other(run_experiment):
     file = run_experiment.lab / "ideas.txt"
     file.write_text(f"{A}\n")
-    lines = f"--effect.nope 1\\n{B}"
+    lines = f"--model.effect_nope 1\\n{B}"
     run_experiment.hook(f"if settings['seed'] == 3:\n    print('{lines}', file=open({str(file)!r}, 'a'))")
     run_experiment(str(file), SHAM, runs=24)
     assert any(B in row for row in run_experiment.rows())
-    told = [line for line in run_experiment.printed if "--effect.nope is not a setting" in line]
+    told = [line for line in run_experiment.printed if "--model.effect_nope is not a setting" in line]
     assert len(told) == 1 and told[0].startswith("ignored: ")
 
 
 def test_ideas_of_one_setting_are_never_on_together(run_experiment):
-    other = "--effect.a 0.8"
+    other = "--model.effect_a 0.8"
     run_experiment(A, other, B, runs=20)
     rows = run_experiment.rows()
     assert any(A in row for row in rows) and any(other in row for row in rows)
@@ -104,8 +107,8 @@ def test_ideas_of_one_setting_are_never_on_together(run_experiment):
 
 
 def test_ideas_that_are_refused_together_are_kept_apart(run_experiment):
-    """train.py refuses idea.x with the sham."""
-    x = "--idea.x true"
+    """train.py refuses model.x with the sham."""
+    x = "--model.x true"
     result = run_experiment(x, SHAM, A, runs=24)
     rows = run_experiment.rows()
     assert result["runs"] == 24 and any(x in row for row in rows) and any(SHAM in row for row in rows)
@@ -116,7 +119,7 @@ def test_ideas_that_are_refused_together_are_kept_apart(run_experiment):
 
 
 def test_three_ideas_that_are_refused_together_stop_nothing(run_experiment):
-    ideas = [f"--idea.{name} true" for name in "xyz"]
+    ideas = [f"--model.{name} true" for name in "xyz"]
     run_experiment(*ideas, runs=2)
     [file] = run_experiment.lab.glob("screens/*/screen.json")
     content = run_experiment.record()
@@ -129,7 +132,7 @@ def test_three_ideas_that_are_refused_together_stop_nothing(run_experiment):
 
 
 def test_failing_idea_has_its_own_column(run_experiment):
-    fails = "--idea.fails true"
+    fails = "--model.fails true"
     result = run_experiment(A, fails, SHAM, runs=30)
     assert by_idea(result) == {A: "better", fails: "failed", SHAM: "unknown", CONTROL: "worse"}
     assert by_idea(result, "failed")[fails] == result["failed"] >= 5 and by_idea(result, "failed")[A] == 0
@@ -172,12 +175,12 @@ def test_second_process_is_refused(run_experiment):
 @pytest.mark.parametrize(
     ("idea", "message"),
     [
-        ("--effect.nope 1", "--effect.nope is not a setting"),
+        ("--model.effect_nope 1", "--model.effect_nope is not a setting"),
         ("--data.path x", "changes which tokens are predicted"),
         ("--seq_len 16", "changes which tokens are predicted"),
         ("--seed 3", "is set for each run"),
-        ("--effect.a 2 --resume=never", "is set for each run"),
-        ("--effect.a 2 --print_config", "or prints something"),
+        ("--model.effect_a 2 --resume=never", "is set for each run"),
+        ("--model.effect_a 2 --print_config", "or prints something"),
         ("nowhere.patch", "is not the root of a git repository"),
         ("", "is empty"),
     ],
@@ -190,11 +193,11 @@ def test_wrong_ideas_are_refused_before_training(idea, message, run_experiment):
 
 
 def test_settings_without_quotes_are_refused(run_experiment):
-    assert "quote settings" in run_experiment("--effect.a", "0.7", error=ConfigError)
+    assert "quote settings" in run_experiment("--model.effect_a", "0.7", error=ConfigError)
 
 
 def test_ideas_above_a_limit_are_never_on(run_experiment):
-    big = "--idea.big true"
+    big = "--model.big true"
     result = run_experiment(A, big, runs=12, max_parameters=1.2)
     [blocked] = result["cannot_be_on"]
     assert blocked["idea"] == big and "1.500 times the parameters" in blocked["message"]
@@ -286,7 +289,7 @@ def test_crash_in_the_scorer_fails_one_run(run_experiment, write_patch, monkeypa
 
 def test_problem_found_by_the_judge_is_a_failure(run_experiment, write_patch, monkeypatch):
     def judge_runs(baseline, arm, runs):
-        cheats = arm.settings.get("effect.one") == 0.1
+        cheats = arm.settings.get("model.effect_one") == 0.1
         return [answer | {"problem": "depends on later tokens"} if cheats else answer
                 for answer in fake_scorer(baseline, arm, runs)]  # fmt: skip
 
@@ -302,3 +305,36 @@ def test_damaged_record_is_refused(run_experiment):
     [file] = run_experiment.lab.glob("screens/*/screen.json")
     file.write_text("{")
     assert "cannot be read" in run_experiment(A, B, runs=2, error=ConfigError)
+
+
+RECIPE = """
+steps: 40
+global_batch_size: 8
+micro_batch_size: 8
+seq_len: 128
+model: {n_layers: 1, d_model: 16, n_heads: 2, d_ff: 32, dropout: 0.0}
+data: {source: stories, num_samples: 400, num_workers: 0}
+optimizer: {lr: 0.02}
+schedule: {warmup_steps: 4}
+checkpoint: {every: 1000}
+evaluation: {every: 1000, num_samples: 40, micro_batch_size: 40, num_scored_generations: 0, num_logged_generations: 0}
+tracking: {wandb: disabled, log_every: 10}
+"""
+
+
+@pytest.mark.slow
+def test_real_training_detects_planted_defects(tmp_path):
+    """A control, a learning rate of a tenth and a sham, with a patch that is switched by a setting and judged."""
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    slow, sham = "--optimizer.lr 0.002", "--data.num_workers 0"
+    patch = f"{ROOT / 'docs' / 'patches' / 'loss_z.patch'} --model.z_loss 1e-4"
+    words = ["--lab", tmp_path / "lab", "--runs", 20, "--json", "true", "--config", tmp_path / "tiny.yaml"]
+    command = [sys.executable, "-m", "tools.experiment", slow, sham, patch, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    verdicts = by_idea(result)
+    assert verdicts[CONTROL] == verdicts[slow] == "worse" and verdicts[sham] != "better", result
+    assert verdicts[patch] in ("unknown", "worse", "better") and result["failed"] == 0
+    assert by_idea(result, "parameters")[sham] == 1 and result["kinds"]
+    assert "on: the baseline" in done.stderr and not [*(tmp_path / "lab" / "runs").glob("*/checkpoints/*")]

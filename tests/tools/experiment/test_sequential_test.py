@@ -65,26 +65,23 @@ def test_false_alarms_with_non_gaussian_noise(in_both, low, high):
     assert low < (np.abs(middle) > reach).any(1).mean() < high
 
 
-def test_idea_that_fails_badly_in_one_seed_of_six_is_not_better():
-    """The estimand is the mean of the log: five seeds of six gain 10%, and one has so much more that the mean is equal.
+@pytest.mark.parametrize(
+    ("gain", "loss", "low", "high"), [(0.1, 0.5, 0.35, 0.42), (0.1, 2.3, 0.35, 0.42), (0.05, 0.25, 0.1, 0.18)]
+)
+def test_rare_failures_are_seen_too_late(gain, loss, low, high):
+    """Of an idea that gains in five seeds of six, the first seeds often show nothing else.
 
-    The verdict "better" is then false. A test of equal means of the losses themselves gives it more often.
+    The estimand, the mean of the log, is equal in the first and third case, and much worse in the second. This is how
+    often the verdict is better, as docs/experiments.md says.
     """
     draw = np.random.default_rng(9)
-    baseline = np.exp(draw.normal(0, 0.04, (MANY, 12)))
     fails = draw.random((MANY, 12)) < 1 / 6
-
-    def better(gain, loss):
-        candidate = np.exp(draw.normal(0, 0.04, (MANY, 12)) + np.where(fails, loss, -gain))
-        (log_middle, log_reach), (middle, reach) = (
-            intervals(*arms) for arms in ((np.log(baseline), np.log(candidate)), (baseline, candidate))
-        )
-        return (log_middle + log_reach < 0).any(1).mean(), (middle + reach < 0).any(1).mean()
-
-    equal_logs = better(0.1, 0.5)
-    equal_means = better(0.1, np.log(1 + 5 * (1 - np.exp(-0.1))))
-    print(equal_logs, equal_means)
-    assert equal_logs[0] < 0.35
+    candidate = draw.normal(0, 0.04, (MANY, 12)) + np.where(fails, loss, -gain)
+    middle, reach = intervals(draw.normal(0, 0.04, (MANY, 12)), candidate)
+    is_decided = np.abs(middle) > reach
+    first = np.where(is_decided.any(1), is_decided.argmax(1), -1)
+    is_better = (middle + reach < 0)[np.arange(MANY), first]
+    assert low < is_better.mean() < high
 
 
 @pytest.mark.parametrize("deviations", [(0.004, 0.004), (0.004, 0.022)])
