@@ -87,7 +87,7 @@ def test_ideas_join_a_running_screen(run_experiment):
     assert len(on) >= 3 and on[0] >= 24
 
 
-def test_wrong_idea_of_a_running_screen_blocks_no_other(run_experiment):
+def test_wrong_idea_blocks_no_other(run_experiment):
     file = run_experiment.lab / "ideas.txt"
     file.write_text(f"{A}\n")
     lines = f"--model.effect_nope 1\\n{B}"
