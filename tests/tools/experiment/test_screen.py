@@ -288,7 +288,7 @@ def test_crash_in_the_scorer_fails_one_run(run_experiment, write_patch, monkeypa
     monkeypatch.setattr(judge, "run_scorer", crash)
     write_patch.setting("one", 1, 0.7)
     result = run_experiment(str(write_patch.folder), SHAM, runs=16)
-    assert max(together) > 1 and result["failed"] == 1
+    assert max(together) > 1 and result["failed"] == 1 and result["runs"] == 16
 
 
 def test_problem_found_by_the_judge_is_a_failure(run_experiment, write_patch, monkeypatch):
