@@ -6,6 +6,7 @@ import pytest
 
 from config.errors import ConfigError, RunError
 from tools.experiment import log
+from tools.experiment.confirm import Row, correct
 from tools.experiment.screen import CONTROL
 
 A, B, C, SHAM = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.sham 1"
@@ -54,11 +55,19 @@ def test_settings_of_all_runs_need_no_idea(run_experiment):
     assert "the screen accepted none" in run_experiment.confirm(error=ConfigError)
 
 
-def test_p_values_are_corrected(run_experiment):
-    """Of one idea with an effect and one without; Holm's method multiplies the smallest of three p-values by three."""
-    found = run_experiment.confirm(A, "--model.effect_d 1.0001")
-    p = [row["p"] for row in found["rows"]]
-    assert found["rows"][2]["verdict"] == "unknown" and max(p) <= 1 and p[2] == max(p)
+def test_p_values_are_corrected():
+    """By Holm's method: times 3, 2 and 1, and never less than a smaller one."""
+    rows = [
+        Row(1, "all", "baseline", None, effect, -1, 1, p) for effect, p in ((-0.1, 0.03), (0.2, 0.01), (-0.3, 0.025))
+    ]
+    correct(rows)
+    assert [row.p for row in rows] == pytest.approx([0.05, 0.03, 0.05])
+    rows = [
+        Row(1, "all", "baseline", None, effect, -1, 1, p) for effect, p in ((-0.1, 0.03), (0.2, 0.01), (-0.3, 0.04))
+    ]
+    correct(rows)
+    assert [row.p for row in rows] == pytest.approx([0.06, 0.03, 0.06])
+    assert [row.verdict for row in rows] == ["unknown", "worse", "unknown"]
 
 
 @pytest.mark.parametrize(
