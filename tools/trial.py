@@ -22,7 +22,7 @@ import yaml
 
 from config.errors import ConfigError
 from tests.support import forked
-from tools.experiment.change import Change, checked_out, git, resolve_commits
+from tools.experiment.change import Worktrees, git, resolve_commits
 
 # An evaluation after each step leaves time to kill the processes.
 TRIAL = ["--config", "tests/support/tiny_stories.yaml", "--steps", "20"]
@@ -80,7 +80,7 @@ def train_at_defaults(*folders: Path) -> list[dict[str, dict]]:
     for folder, process, (_, errors) in zip(folders, processes, outputs, strict=True):
         if process.returncode:
             print(errors)
-            raise TrialError(f"the {folder.name} does not train at its defaults; its error is above")
+            raise TrialError(f"commit {folder.name} does not train at its defaults; its error is above")
     return [yaml.safe_load(printed) for printed, _ in outputs]
 
 
@@ -102,8 +102,8 @@ def report_defaults(base: str) -> None:
         if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{tree}^{{tree}}"):
             print(f"defaults: no code differs from {base[:12]}; --base COMMIT names an earlier one")
             return
-        with checked_out(Change(base=base, commit=tree)) as folders:
-            changed = changed_results(*train_at_defaults(*folders))
+        with Worktrees() as trees:
+            changed = changed_results(*train_at_defaults(trees.folder(base), trees.folder(tree)))
     except ConfigError as error:
         print(f"defaults: not compared: {str(error).removeprefix('idea: ')}; --base COMMIT names a commit")
         return
