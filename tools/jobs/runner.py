@@ -182,11 +182,12 @@ class JobRunner:
                 yield from self._collect_ended(waiting, until_failure)
                 if time.monotonic() >= self.deadline and (waiting or self._running or not is_exhausted):
                     raise OutOfTime
-                while not is_exhausted and len(waiting) + len(self._running) < self.max_running:
+                yield from self._start_waiting(waiting)
+                while not is_exhausted and len(self._running) < self.max_running:
                     job = next(source, None)
                     is_exhausted = job is None
                     waiting += [job] if job else []
-                yield from self._start_waiting(waiting)
+                    yield from self._start_waiting(waiting)
                 progress()
                 if is_exhausted and not waiting and not self._running:
                     return

@@ -29,7 +29,7 @@ TRICKS = {
 """,
     ),
     "model/gpt.py": (
-        "        x_BTC = self.dropout(x_BTC)\n        for index",
+        "        x_BTC = self.dropout(x_BTC)\n",
         """
         from torch.nn import functional
         trick, length = self.config.trick, x_BTC.shape[1]
