@@ -96,7 +96,7 @@ def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[st
         expected = f"must be {describe(fields[name].annotation, fields[name].metadata)}"
         if problem["type"] == "less_than" and problem.get("ctx") == {"lt": 2**63}:
             expected = "is too large; use one below 2**63"
-        value = "no value, but it" if problem["type"] == "missing" else show(values[name])
+        value = "no value, but it" if problem["type"] == "missing" and name == names[0] else show(values[name])
         problems.setdefault(name, f"{name}: {value} {expected}")
     return problems
 

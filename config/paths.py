@@ -1,6 +1,7 @@
 """Paths in settings."""
 
 import os
+import re
 from pathlib import Path
 
 from config.errors import ConfigError
@@ -9,9 +10,11 @@ from config.errors import ConfigError
 def expand_user_path(setting: str, path: str | Path) -> Path:
     """Expand ~ or ~USER in a path.
 
-    Raise ConfigError, which names `setting`, if there is no such user, or the path has an environment variable.
+    Raise ConfigError, which names `setting`, if there is no such user, or the path has an environment variable, such as
+    $HOME or ${HOME}. Other names may have a dollar sign.
     """
-    if (expanded := os.path.expandvars(path)) != str(path):
+    expanded = re.sub(r"\$(?:{([A-Z]\w*)}|([A-Z]\w*))", lambda found: os.path.expandvars(found[0]), str(path))
+    if expanded != str(path):
         raise ConfigError(f"{setting}: {str(path)!r} has a variable that only a shell expands; write {expanded!r}")
     try:
         return Path(path).expanduser()

@@ -77,7 +77,7 @@ def main(config: ExportConfig) -> None:
             # Others cannot use an absolute path. Without ./ transformers would look for the name on the Hub.
             path = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
             names = config.push or out.name, config.push or f"./{path}"
-            (partial / "README.md").write_text(model_card(*names, loaded, sources, partial, config.weights))
+            (partial / "README.md").write_text(model_card(*names, loaded, sources, config.weights))
             os.rename(partial, out)
     except OSError as error:
         raise ConfigError(f"out: {str(out)!r} cannot be written: {error}") from None
@@ -170,9 +170,9 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel)
 
 
 def model_card(
-    name: str, place: str, loaded: LoadedModel, sources: list[tuple[Path, Manifest]], folder: Path, weights: Weights
+    name: str, place: str, loaded: LoadedModel, sources: list[tuple[Path, Manifest]], weights: Weights
 ) -> str:
-    """Return the model card, whose example loads the model from `place`, and save its figure in `folder`."""
+    """Return the model card, whose example loads the model from `place`."""
     tokenizer = loaded.tokenizer
     usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
     steps = " and ".join(str(manifest.step) for _, manifest in sources)

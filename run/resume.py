@@ -137,7 +137,7 @@ def check_resume(run: Run, config: TrainConfig, stored: dict[str, Any], step: in
                 break
     if different:
         remedy = "choose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
-        can_branch = not any(line.startswith((*FIXED_IN_BRANCH, "branch_from:")) for line in different)
+        can_branch = not any(line.startswith((*FIXED_IN_BRANCH, "branch_from:", "init_hash:")) for line in different)
         if can_branch and (newest := next(iter(run.manifests().items()), None)) and newest[1].step < config.steps:
             remedy = f"to continue with these settings, branch: --name NEW --branch_from {newest[0]}; or {remedy}"
         lines = "\n  ".join(different)
@@ -218,6 +218,6 @@ def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
 
 
 def had_checkpoint(run: Run) -> bool:
-    """Return whether the run has completed a checkpoint: status.json names its step."""
-    status = run.status()
-    return status is not None and status.step > run.first_step()
+    """Return whether the run has completed a checkpoint: status.json names its step, or a session began at it."""
+    status, first = run.status(), run.first_step()
+    return (status is not None and status.step > first) or any(session.step > first for session in run.sessions())

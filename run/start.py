@@ -68,6 +68,7 @@ def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> Startin
             start = prepare_run(run, config, launch_facts(accelerator) | provenance())
         except OSError as error:
             start = RunError(f"{run.path} cannot be prepared: {error}")
+            start.kind = error_kind(error)
         except Exception as error:  # sent to the other processes, which would otherwise wait forever
             start = error
     start = broadcast_from_main(start)

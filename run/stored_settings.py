@@ -29,7 +29,10 @@ def read_settings(file: Path, remedy: str = "; --resume never moves that run asi
         if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
             raise ValueError("it is empty" if stored is None else "it has no settings")
         settings = complete_settings(stored)
-        _validate(settings, ignored="literal_error")  # a fork may have added choices
+        if odd := [key for key in settings if not isinstance(key, str)]:
+            raise ValueError(f"{odd[0]} is not the name of a setting")
+        if config := _validate(settings, ignored="literal_error"):  # a fork may have added choices
+            settings |= config.flat()
         if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
             raise ValueError(f"{unresolved[0]}: null")
     except (FileNotFoundError, NotADirectoryError):

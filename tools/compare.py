@@ -268,12 +268,13 @@ def table(configurations: Configurations, metric: str, are_comparable: bool) -> 
     if are_comparable:
         rows.sort(key=lambda row: statistics.fmean(row[1]))
         p_values = p_values_against_best([losses for _, losses, *_ in rows])
+    best = next((index for index, p in enumerate(p_values) if p is not None), None)  # rows are in order of their means
     cells = [["configuration", "seeds", metric, "std", "excess", "p", "tokens", "FLOPs", "hours"]]
-    for (label, losses, excess, (_, tokens, flops, seconds)), p in zip(rows, p_values, strict=True):
+    for index, ((label, losses, excess, (_, tokens, flops, seconds)), p) in enumerate(zip(rows, p_values, strict=True)):
         std = statistics.stdev(losses) if len(losses) > 1 else None
         cells.append([label, str(len(losses)), format_number(statistics.fmean(losses)), format_number(std)])
         cells[-1] += [format_number(statistics.fmean(excess) if excess else None)]
-        cells[-1] += ["best" if p == 1 else format_number(p, ".2g"), format_number(tokens, ",.0f")]
+        cells[-1] += ["best" if index == best else format_number(p, ".2g"), format_number(tokens, ",.0f")]
         cells[-1] += [format_number(flops, ".3g"), format_number(seconds / 3600, ".3g")]
     lines = aligned(cells) if rows else []
     num_tested = sum(p is not None for p in p_values)

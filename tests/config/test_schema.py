@@ -115,6 +115,7 @@ def test_every_setting_is_documented(capsys):
     "arguments, named",
     [
         (["--optimizer.betas", "[0.9, 1.0]"], ["optimizer.betas", "1.0"]),
+        (["--optimizer.betas", "[0.9]"], ["optimizer.betas: [0.9] must be"]),
         (["--model.d_model", "130"], ["model.d_model", "130", "128", "132"]),
         (["--seq_len", "256"], ["seq_len", "256", "model.max_position_embeddings", "128"]),
         (["--seq_len", "1"], ["seq_len", "1"]),

@@ -96,6 +96,11 @@ def test_runs_are_grouped_over_their_seeds(tmp_path, capsys):
     assert float(third["p"]) < 0.05 < 0.5 < float(second["p"])
 
 
+def test_one_of_nearly_equal_configurations_is_best(tmp_path, capsys):
+    runs = [run for n in range(1, 6) for run in of_losses(tmp_path, f"c{n}", [1.0, 1.1, 1.2 + 1e-9 * n], n / 10)]
+    assert [row["p"] for row in table(printed(capsys, *runs))].count("best") == 1
+
+
 def test_two_configurations_have_welchs_p(tmp_path, capsys):
     good, bad = [1.0, 1.1, 1.2], [1.1, 1.3]
     shown = printed(capsys, *of_losses(tmp_path, "g", good, 0.1), *of_losses(tmp_path, "b", bad, 0.2))
