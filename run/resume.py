@@ -27,8 +27,8 @@ FREE_SETTINGS = {
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state
 # Filled in when the run starts if they are null.
 RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash", "branch_from"}
-# Prefixes of the settings that also a branch must have in common with the checkpoint it starts from.
-FIXED_IN_BRANCH = ("model.", "optimizer.name:", *(f"{name}:" for name in FIXED_SETTINGS))
+# Settings that a branch must have in common with the checkpoint it starts from, besides those of the model.
+FIXED_IN_BRANCH = {"optimizer.name", *FIXED_SETTINGS}
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def with_stored_model(config: TrainConfig, stored: dict[str, Any]) -> TrainConfi
     return config.replace(model=model | given, init_hash=config.init_hash or stored["init_hash"])
 
 
-def differing_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Return a line for each setting of `config` that would change the weights of a run with the `stored` settings."""
+def differing_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:
+    """Return the settings of `config` that would change the weights of a run with the `stored` ones, with a message."""
     given = config.flat()
     unresolved = {key for key in RESOLVED_AT_START if given[key] is None}
     if config.init_from is None:
@@ -99,16 +99,21 @@ def differing_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]
         free.discard("data.path")  # it alone identifies data without a hash, such as a source that a fork added
     elif _have_same_weights(stored["data.mix"], given["data.mix"]):
         free.add("data.mix")  # its keys are paths
-    lines = []
+    messages = {}
     for key in sorted((stored.keys() | given.keys()) - unresolved):
         section = key.split(".")[0]
         if key not in FIXED_SETTINGS and (key in free or section in free):
             continue
         if key not in given:
-            lines.append(no_such_setting(key, stored[key]))
+            messages[key] = no_such_setting(key, stored[key])
         elif stored[key] != given[key]:
-            lines.append(f"{key}: {stored[key]} in the run, {given[key]} now")
-    return lines
+            messages[key] = f"{key}: {stored[key]} in the run, {given[key]} now"
+    return messages
+
+
+def is_fixed_in_branch(setting: str) -> bool:
+    """Return whether a branch must have the value of its checkpoint."""
+    return setting.startswith("model.") or setting in FIXED_IN_BRANCH
 
 
 def _have_same_weights(one: Any, other: Any) -> bool:
@@ -124,7 +129,7 @@ def check_resume(run: Run, config: TrainConfig, stored: dict[str, Any], step: in
     """
     different = differing_settings(stored, config)
     if config.steps < step:
-        different.append(f"steps: {config.steps} is less than the {step} completed steps")
+        different["steps"] = f"steps: {config.steps} is less than the {step} completed steps"
     if config.steps != stored["steps"] and not different:
         old_config = config.replace(steps=stored["steps"])
         # Unscheduled values by name: optimizer.lr is base_values["lr"].
@@ -133,14 +138,14 @@ def check_resume(run: Run, config: TrainConfig, stored: dict[str, Any], step: in
             old, new = scheduled_value(name, value, old_config, now), scheduled_value(name, value, config, now)
             if old != new:
                 change = f"in step {now}, {'the learning rate' if name == 'lr' else name} was {old} and would be {new}"
-                different.append(f"steps: {stored['steps']} in the run, {config.steps} now: {change}")
+                different["steps"] = f"steps: {stored['steps']} in the run, {config.steps} now: {change}"
                 break
     if different:
         remedy = "choose another name, or start afresh with --resume never (that run is moved aside, not deleted)"
-        can_branch = not any(line.startswith((*FIXED_IN_BRANCH, "branch_from:", "init_hash:")) for line in different)
+        can_branch = not any(is_fixed_in_branch(name) or name in ("branch_from", "init_hash") for name in different)
         if can_branch and (newest := next(iter(run.manifests().items()), None)) and newest[1].step < config.steps:
             remedy = f"to continue with these settings, branch: --name NEW --branch_from {newest[0]}; or {remedy}"
-        lines = "\n  ".join(different)
+        lines = "\n  ".join(different.values())
         raise OtherRunError(
             f"{run.path} has a run with other settings, which resuming would change:\n  {lines}\n{remedy}"
         )
@@ -209,8 +214,8 @@ def report_changes(path: Path, manifest: Manifest, facts: dict[str, Any], exact:
 
 def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a branch from `path` has another model or optimizer, or no step left to train."""
-    lines = differing_settings(complete_settings(manifest.config), config)
-    if different := [line for line in lines if line.startswith(FIXED_IN_BRANCH)]:
+    messages = differing_settings(complete_settings(manifest.config), config)
+    if different := [line for name, line in messages.items() if is_fixed_in_branch(name)]:
         settings = "\n  ".join(different)
         raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
     if config.steps <= manifest.step:

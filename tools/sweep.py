@@ -145,7 +145,7 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
     path = run_path(config)
     if config.init_from is not None:  # train.py copies the model's settings from there
         config = with_stored_model(config, stored)
-    if different := differing_settings(stored, config) + different_facts(path, facts):
+    if different := [*differing_settings(stored, config).values(), *different_facts(path, facts)]:
         lines = "\n  ".join(different)
         raise ConfigError(
             f"{path} holds a run with other settings:\n  {lines}\nchoose another --name or --out_dir for the sweep"
