@@ -63,6 +63,8 @@ class Session:
     """Completed steps when the session starts."""
     config: dict[str, Any] | None = None
     """The resolved settings, nested."""
+    device: str | None = None
+    """cpu, cuda or mps."""
     mixed_precision: str | None = None
     processes: int | None = None
     shards: int | None = None

@@ -155,10 +155,8 @@ def checkpoint_before(run: Run, step: int, branch_from: str | None) -> tuple[Pat
 def describe_differences(session: Session, accelerator: Accelerator) -> str:
     """Describe what differs between the launch and code of a session and those of this process; "" if nothing."""
     then, now = vars(session), launch_facts(accelerator) | provenance()
-    names = [name for name in (*FACTS, *SUMMATION_ORDER, "torch") if None not in (then[name], now[name])]
+    names = [name for name in ("device", *FACTS, *SUMMATION_ORDER, "torch") if None not in (then[name], now[name])]
     differences = [f"{name} {then[name]} in the run, {now[name]} here" for name in names if then[name] != now[name]]
-    if session.processes and (session.threads is None) != (now["threads"] is None):  # recorded only on a CPU
-        differences.append("a CPU in the run, a GPU here" if session.threads else "a GPU in the run, a CPU here")
     return f"; {', '.join(differences)}" if differences else ""
 
 

@@ -109,7 +109,7 @@ def test_block_statistics_are_recorded_without_graph(folder, tmp_path):
 def test_step_is_replayed_on_cpu(folder, tmp_path):
     graphed = train("one_gpu", 1, *GRAPH, out_dir=tmp_path, precision="no")
     done = forked.run("tools.replay", [str(graphed.directory), "6"], 0, environment())
-    assert done.returncode == 0 and "a GPU in the run, a CPU here" in done.stdout, done.stderr
+    assert done.returncode == 0 and "device cuda in the run, cpu here" in done.stdout, done.stderr
 
 
 OTHER_LENGTHS = """

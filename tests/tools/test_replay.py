@@ -154,8 +154,8 @@ def test_launch_of_the_run_is_restored_or_reported(run, tmp_path):
     recorded = {"threads": 2, "mixed_precision": "bf16", "processes": 4}
     rewrite(copy / "sessions.jsonl", lambda row: row.update(recorded))
     assert "step-00000002; processes 4 in the run, 1 here\n" in replay(copy, 3), "threads and precision are the run's"
-    rewrite(copy / "sessions.jsonl", lambda row: row.update({"threads": None}))
-    assert ", a GPU in the run, a CPU here\n" in replay(copy, 3)
+    rewrite(copy / "sessions.jsonl", lambda row: row.update({"threads": None, "device": "cuda"}))
+    assert "; device cuda in the run, cpu here, processes 4" in replay(copy, 3)
 
 
 def test_branch_is_replayed_from_its_parent(run, tmp_path):
