@@ -10,7 +10,6 @@ from typing import Any
 from scipy import stats
 
 from config.errors import ConfigError, RunError
-from run.directory import Run
 from tools.experiment import judge, log
 from tools.experiment.arm import Arm, scale_parameters
 from tools.experiment.change import Idea, Worktrees, head_commit, merge, parse_ideas
@@ -119,8 +118,7 @@ def train(jobs: JobRunner, baseline: Arm, arms: dict[str, Arm], seeds: int) -> d
         raise RunError(f"{failed.job.run.path}: {failed}") from None
     losses = {}
     for name, arm in arms.items():
-        runs = [Run(arm.job(seed).run.path) for seed in every]
-        scores = judge.score(baseline, arm, runs)
+        scores = judge.score(baseline, arm, [arm.job(seed).run for seed in every])
         if problem := next((score.problem for score in scores if score.problem), ""):
             raise RunError(f"{name}: {problem}")
         losses[name] = [math.log(score.loss) for score in scores]
