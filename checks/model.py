@@ -152,16 +152,19 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
 
 
 def check_constant_init(config: GPTConfig) -> Result:
-    """Check that init_weights draws no parameter that its module sets to a constant, such as a gain of 1."""
+    """Check that every parameter is initialised, and none is drawn that its module sets to a constant."""
     small = config.replace(n_layers=min(2, config.n_layers))
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
     try:
         with patch.object(GPTModel, "init_weights", lambda self: None):
             constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
+        initialised = GPTModel(small)
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    initialised = GPTModel(small)
+    for name, weight in initialised.named_parameters():
+        if weight.isnan().any():
+            return False, f"{name} is not initialised"
     for name, weight in constant.items():
         if not is_constant(initialised.get_parameter(name)):
             value = weight.flatten()[0].item()

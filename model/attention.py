@@ -24,16 +24,21 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some AR
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
-def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropout: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by the fastest kernel that supports the arguments."""
+def attention(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Mask,
+    dropout: float,
+    sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by flex attention if the mask is for it, otherwise by `sdpa`."""
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
     if isinstance(mask, BlockMask):
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
     causal = mask is None and q_BHTD.shape[-2] > 1  # a single query comes after all cached keys and attends to all
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
-    )
+    return sdpa(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped)
 
 
 # Masks

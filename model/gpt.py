@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_size = config.head_size
-        self.attend = attention  # training/cpu_kernels.py may replace this function
+        self.sdpa = F.scaled_dot_product_attention  # training/cpu_kernels.py may replace it with a faster one
         self.dropout = config.dropout
         self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
         self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         # The norm and the rotation may have made q and k float32; the kernel needs one dtype.
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
-        y_BHTD = self.attend(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0)
+        y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0, self.sdpa)
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -193,9 +193,9 @@ class GPTModel(GenerativeModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise all parameters (Radford et al. 2019, section 2.3), from the seed of torch.manual_seed.
+        """Initialise the weights (Radford et al. 2019, section 2.3), from the seed of torch.manual_seed.
 
-        Each parameter has its own random generator, seeded by torch's seed and the parameter's name. Adding a parameter
+        Each weight has its own random generator, seeded by torch's seed and the parameter's name. Adding a parameter
         therefore does not change the others: with the same seed, variants of a model start from the same weights.
 
         | parameter                                            | value                               |
@@ -208,19 +208,23 @@ class GPTModel(GenerativeModel):
 
         The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
         variance independent of depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
+        Any other nn.Linear or nn.Embedding is drawn with std 0.02, and parameters of other modules keep the values
+        that their module gave them.
         """
-        for name, parameter in self.named_parameters():
-            generator = torch.Generator("cpu" if parameter.is_meta else parameter.device)
-            generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", name))
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            elif name.endswith(("out_proj.weight", "down_proj.weight")):
+        for path, module in self.named_modules():
+            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                module.reset_parameters()
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                continue
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+            std = 0.02
+            if path.endswith(("out_proj", "down_proj")):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
-                parameter.normal_(std=std, generator=generator)
-            else:
-                parameter.normal_(std=0.02, generator=generator)
+            weight = module.weight
+            generator = torch.Generator("cpu" if weight.is_meta else weight.device)
+            generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", f"{path}.weight"))
+            weight.normal_(std=std, generator=generator)
 
     @property
     def output_weight(self) -> Tensor:

@@ -168,10 +168,11 @@ def verify_a_fork(out_dir, file):
     class ScaledMLP(model.gpt.MLP):
         def __init__(self, config):
             super().__init__(config)
-            self.scale = torch.nn.Parameter(torch.ones(config.d_model))
+            self.scale = torch.nn.Linear(config.d_model, config.d_model, bias=False)
+            torch.nn.init.ones_(self.scale.weight)
 
         def forward(self, x_BTC):
-            return super().forward(x_BTC) * self.scale
+            return self.scale(super().forward(x_BTC))
 
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
@@ -195,7 +196,7 @@ def test_checks_are_independent_and_give_reasons(runs, tmp_path):
     line = dict(zip(CHECKS, output.splitlines()[1:], strict=False))
     assert re.search(r"TypeError: .*\(verification.py:\d+\)", line[CHECKS[0]])
     assert "it and its family differ in 2 tensors" in line[CHECKS[1]] and "blocks.0.mlp.scale" in line[CHECKS[1]]
-    assert "init_weights draws blocks.0.mlp.scale, which its module initialises to 1" in output
+    assert "init_weights draws blocks.0.mlp.scale.weight, which its module initialises to 1" in output
     assert "keeps state['count'] as numbers or objects" in line["gradient = hand-written all-reduce"]
     assert output.count("keeps state['count']") == 1 and line["resuming is bitwise"].endswith("the same error as above")
 

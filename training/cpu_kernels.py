@@ -7,13 +7,12 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import model.attention
-from model.attention import Mask
 from model.gpt import Attention, GPTModel
 
 HAS_ONEDNN = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -32,7 +31,7 @@ def use_cpu_kernels(network: GPTModel) -> None:
         elif type(module) is nn.RMSNorm:
             module.__class__ = RMSNorm
         elif isinstance(module, Attention):
-            module.attend = attention
+            module.sdpa = scaled_dot_product_attention
     if onednn:
         network.next_token_loss.linear = linear
 
@@ -144,49 +143,53 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
-def attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Mask, dropout: float) -> Tensor:
-    """Compute `model.attention.attention`, by `EagerAttention` for short sequences.
+def scaled_dot_product_attention(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Compute F.scaled_dot_product_attention, by `EagerAttention` for short sequences.
 
     In bfloat16 the backward of PyTorch's fused kernel takes up to seven times as long. Exact runs in float32 use the
     fused kernel, which gives the same bits on every processor.
     """
-    short = q_BHTD.shape[-2] <= LONGEST_EAGER.get(q_BHTD.dtype, 0)
-    if q_BHTD.dtype == torch.float32:
-        short = short and q_BHTD.shape[-2] > 1 and not torch.are_deterministic_algorithms_enabled()
-    same_for_all_rows = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    if short and same_for_all_rows and q_BHTD.shape[1] == k_BKSD.shape[1] and not dropout:
-        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, mask)
-    return model.attention.attention(q_BHTD, k_BKSD, v_BKSD, mask, dropout)
+    is_exact = q_BHTD.dtype == torch.float32 and torch.are_deterministic_algorithms_enabled()
+    is_short = 1 < q_BHTD.shape[-2] <= LONGEST_EAGER.get(q_BHTD.dtype, 0) and not is_exact
+    is_plain = not options.get("dropout_p") and options.get("scale") is None and q_BHTD.shape[1] == k_BKSD.shape[1]
+    has_one_mask = (
+        options.get("is_causal") if attn_mask is None else attn_mask.dtype == torch.bool and attn_mask.dim() == 2
+    )
+    if is_short and is_plain and has_one_mask:
+        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, attn_mask)
+    return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask, **options)
 
 
 class EagerAttention(torch.autograd.Function):
-    """Attention with all scores in memory, causal or with a bool mask [T, T], and an analytic gradient.
+    """Attention with all scores in memory, causal or with a bool mask [T, S], and an analytic gradient.
 
     Autograd of the same operations would make twice as many passes over the scores. N is B times H.
     """
 
     @staticmethod
-    def forward(ctx, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask_TT: Tensor | None = None) -> Tensor:
-        q_NTD, k_NTD, v_NTD = (x.flatten(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
-        T, D = q_NTD.shape[1:]
-        if mask_TT is None:
-            attn_bias_TT = q_NTD.new_full((T, T), -math.inf).triu(1)
+    def forward(ctx, q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_TS: Tensor | None = None) -> Tensor:
+        q_NTD, k_NSD, v_NSD = (x.flatten(0, 1) for x in (q_BHTD, k_BHSD, v_BHSD))
+        shape, D = (q_NTD.shape[1], k_NSD.shape[1]), q_NTD.shape[2]
+        if mask_TS is None:
+            attn_bias_TS = q_NTD.new_full(shape, -math.inf).triu(1)
         else:
-            attn_bias_TT = q_NTD.new_zeros(mask_TT.shape).masked_fill_(~mask_TT, -math.inf)
-        scores_NTT = torch.baddbmm(attn_bias_TT, q_NTD, k_NTD.mT, alpha=1 / math.sqrt(D))
-        weights_NTT = scores_NTT.softmax(dim=-1, dtype=torch.float32).type_as(v_NTD)
-        ctx.save_for_backward(q_NTD, k_NTD, v_NTD, weights_NTT)
-        return (weights_NTT @ v_NTD).view(q_BHTD.shape)
+            attn_bias_TS = q_NTD.new_zeros(shape).masked_fill_(~mask_TS, -math.inf)
+        scores_NTS = torch.baddbmm(attn_bias_TS, q_NTD, k_NSD.mT, alpha=1 / math.sqrt(D))
+        weights_NTS = scores_NTS.softmax(dim=-1, dtype=torch.float32).type_as(v_NSD)
+        ctx.save_for_backward(q_NTD, k_NSD, v_NSD, weights_NTS)
+        return (weights_NTS @ v_NSD).view(q_BHTD.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y_BHTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_NTD, k_NTD, v_NTD, weights_NTT = ctx.saved_tensors
+        q_NTD, k_NSD, v_NSD, weights_NTS = ctx.saved_tensors
         grad_y_NTD, scale = grad_y_BHTD.flatten(0, 1), 1 / math.sqrt(q_NTD.shape[-1])
-        grad_weights_NTT = grad_y_NTD @ v_NTD.mT
-        grad_scores_NTT = torch.ops.aten._softmax_backward_data(grad_weights_NTT, weights_NTT, -1, weights_NTT.dtype)
-        grad_q_NTD = (grad_scores_NTT @ k_NTD).mul_(scale)
-        grad_k_NTD = (grad_scores_NTT.mT @ q_NTD).mul_(scale)
-        grad_v_NTD = weights_NTT.mT @ grad_y_NTD
-        grad_q, grad_k, grad_v = (x.unflatten(0, grad_y_BHTD.shape[:2]) for x in (grad_q_NTD, grad_k_NTD, grad_v_NTD))
+        grad_weights_NTS = grad_y_NTD @ v_NSD.mT
+        grad_scores_NTS = torch.ops.aten._softmax_backward_data(grad_weights_NTS, weights_NTS, -1, weights_NTS.dtype)
+        grad_q_NTD = (grad_scores_NTS @ k_NSD).mul_(scale)
+        grad_k_NSD = (grad_scores_NTS.mT @ q_NTD).mul_(scale)
+        grad_v_NSD = weights_NTS.mT @ grad_y_NTD
+        grad_q, grad_k, grad_v = (x.unflatten(0, grad_y_BHTD.shape[:2]) for x in (grad_q_NTD, grad_k_NSD, grad_v_NSD))
         return grad_q, grad_k, grad_v, None

@@ -102,11 +102,12 @@ class Gate(torch.nn.Module):
 
     def __init__(self, mlp, rows):
         super().__init__()
-        self.mlp, self.values, self.gate = mlp, torch.nn.Embedding(rows, 16), torch.nn.Parameter(torch.zeros(16))
-        self.uninitialised = torch.nn.Parameter(torch.empty(16))
+        self.mlp, self.values, self.gate = mlp, torch.nn.Embedding(rows, 16), torch.nn.Linear(16, 16, bias=False)
+        torch.nn.init.zeros_(self.gate.weight)
+        self.scale = torch.nn.Parameter(torch.full((16,), 0.5))
 
     def forward(self, x_BTC):
-        return self.mlp(x_BTC) + self.gate * self.values(x_BTC.argmax(dim=-1))
+        return self.mlp(x_BTC) + self.scale * self.gate(self.values(x_BTC.argmax(dim=-1)))
 
 
 @pytest.fixture
@@ -127,7 +128,22 @@ def test_constant_init_passes(config):
 def test_constant_init_names_overwritten_parameter(config, gated_mlp):
     passed, detail = checks.check_constant_init(config)
     assert passed is False
-    assert detail == "init_weights draws blocks.0.mlp.gate, which its module initialises to 0"
+    assert detail == "init_weights draws blocks.0.mlp.gate.weight, which its module initialises to 0"
+    weights = model.gpt.GPTModel(config).state_dict()
+    assert weights["blocks.0.mlp.scale"].eq(0.5).all()
+
+
+def test_constant_init_names_uninitialised_parameter(config, monkeypatch):
+    monkeypatch.setattr(Gate, "__init__", lambda self, mlp, rows: uninitialised(self, mlp))
+    monkeypatch.setattr(Gate, "forward", lambda self, x_BTC: self.mlp(x_BTC) * self.gain)
+    own = model.gpt.MLP
+    monkeypatch.setattr(model.gpt, "MLP", lambda config: Gate(own(config), 500))
+    assert checks.check_constant_init(config) == (False, "blocks.0.mlp.gain is not initialised")
+
+
+def uninitialised(self, mlp):
+    torch.nn.Module.__init__(self)
+    self.mlp, self.gain = mlp, torch.nn.Parameter(torch.empty(16))
 
 
 def test_flops_pass(config):

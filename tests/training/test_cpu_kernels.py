@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model.gpt
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from training import cpu_kernels
@@ -138,6 +139,33 @@ def test_eager_attention_is_for_short_sequences(length, dtype, settings, eager, 
             results.append(network(tokens)[0])
     assert bool(calls) == eager
     torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.5, "is_causal": True}, {}, {"attn_mask": "bias"}, {"attn_mask": "rows"}, {"is_causal": True}],
+)
+def test_attention_options_are_those_of_pytorch(options):
+    q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
+    masks = {"bias": leaf(17, 17).detach(), "rows": torch.ones(2, 1, 17, 17, dtype=torch.bool).tril(3)}
+    if "attn_mask" in options:
+        options = options | {"attn_mask": masks[options["attn_mask"]]}
+    result = cpu_kernels.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(q, k, v, **options), rtol=1e-5, atol=1e-6)
+
+
+def test_changed_attention_is_used(monkeypatch):
+    """By a fork that edits `attention`, also where the CPU has a faster kernel for it."""
+    own = model.gpt.attention
+    monkeypatch.setattr(model.gpt, "attention", lambda q, *rest: own(3 * q, *rest))
+    torch.manual_seed(0)
+    network, tokens = GPTModel(GPTConfig(vocab_size=50, d_model=32, d_ff=64, dropout=0.0)), torch.arange(16)[None]
+    torch.nn.init.normal_(network.blocks[0].attention.q_proj.weight, std=1)
+    changed = network(tokens)[0]
+    use_cpu_kernels(network)
+    torch.testing.assert_close(network(tokens)[0], changed, rtol=1e-4, atol=1e-4)
+    monkeypatch.undo()
+    assert (network(tokens)[0] - changed).abs().max() > 0.01
 
 
 @needs_onednn
