@@ -71,7 +71,7 @@ def main(config: TrainConfig) -> None:
             checkpoint cannot be written.
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
-    run = Run.of(config)
+    run = Run.from_config(config)
     with record_outcome(run, config):
         # What a process can check alone is checked first, before the process group exists.
         check_launch(config)
@@ -106,8 +106,8 @@ def train(
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     state = build_state(config, run, accelerator, initial_model)
-    if start.checkpoint and start.manifest:
-        load_checkpoint(start.checkpoint, start.manifest, state)
+    if start.checkpoint:
+        load_checkpoint(start.checkpoint, state)
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
     global_batches = corpus.global_batches(config)  # the order of the data: global batch s is a function of (config, s)
     loader = BatchLoader(
@@ -164,7 +164,7 @@ def train(
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= block_statistics.metrics | throughput.measure(completed)
-                if config.max_skipped:
+                if config.max_consecutive_skips:
                     metrics["train/skipped"] = state.results.skipped.total
             if eval_now or completed == config.steps:  # texts also at the end of a run without evaluations
                 with ema_weights(state.optimizer):
@@ -200,8 +200,9 @@ def train_step(
         use_graph: whether to replay `state.graph`, if there is one; a graph runs no hooks of modules.
 
     Raises:
-        NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped` updates in a row had an infinite or NaN
-            loss or gradient. With `on_nonfinite: stop`, `state.results.read` raises it, at most a step later.
+        NonFiniteError: with `on_nonfinite: skip`, if more than `max_skipped_in_a_row` consecutive updates had an
+            infinite or NaN loss or gradient. With `on_nonfinite: stop`, `state.results.read` raises it, at most a step
+            later.
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
@@ -230,7 +231,7 @@ def train_step(
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.finish(num_targets, grad_norm)
     # If updates may be skipped, the host must read the result of this step now to decide.
-    result = results.read(wait=True) if results.max_skipped else None
+    result = results.read(wait=True) if results.max_consecutive_skips else None
     if result is None or result.finite:
         state.optimizer.step()
     state.optimizer.zero_grad()
@@ -294,7 +295,7 @@ def build_state(
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
-    results = Results(rank, num_processes, device, config.max_skipped, run.path)
+    results = Results(rank, num_processes, device, config.max_consecutive_skips, run.path)
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
     if config.cuda_graph:
         state.graph = GraphedMicroBatch(partial(forward_backward, state), state.parameters)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from checkpoint.manifest import File, InvalidCheckpoint, Manifest, rotate, step_directory
+from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, rotate, step_directory
 from checkpoint.provenance import launch_facts, provenance
 from config.errors import ConfigError, RunError, error_kind
 from config.schema import TrainConfig
@@ -196,13 +196,14 @@ class Saver(AbstractContextManager):
         return gathered
 
 
-def load_checkpoint(path: Path, manifest: Manifest, state: TrainState) -> None:
-    """Load a valid checkpoint, whose manifest was read before, into the state; called by all processes together.
+def load_checkpoint(path: Path, state: TrainState) -> None:
+    """Load a valid checkpoint into the state; called by all processes together.
 
     Raise RunError if the loaded weights and optimizer state have another digest than the manifest records.
     """
     from checkpoint import storage  # slow to import, and not needed without a checkpoint
 
+    manifest = read_manifest(path)
     storage.read(path, state.model, state.optimizer)
     state.results.skipped = Skipped(*manifest.skipped)
     state_digest(state.network, state.optimizer).check_equal(manifest.metrics.get("state/digest"), path)

@@ -336,7 +336,7 @@ class TrainConfig(Settings):
         return self.name
 
     @property
-    def max_skipped(self) -> int:
+    def max_consecutive_skips(self) -> int:
         """Number of consecutive updates that may be skipped: 0 unless on_nonfinite is skip."""
         return self.max_skipped_in_a_row if self.on_nonfinite == "skip" else 0
 

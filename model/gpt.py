@@ -5,6 +5,7 @@ heads, D size of a head, V size of the vocabulary, S keys (the cached positions 
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.head_size = config.head_size
-        self.sdpa = F.scaled_dot_product_attention  # training/cpu_kernels.py may replace it with a faster one
+        # training/cpu_kernels.py may replace it with a faster one.
+        self.sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.dropout = config.dropout
         self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
         self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
@@ -216,7 +218,7 @@ class GPTModel(GenerativeModel):
                 module.reset_parameters()
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
             std = 0.02
             if path.endswith(("out_proj", "down_proj")):

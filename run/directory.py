@@ -100,7 +100,7 @@ class Run:
     _status_lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Run":
+    def from_config(cls, config: TrainConfig) -> "Run":
         """Return the run that this config trains."""
         return cls(expand_user_path("out_dir", config.out_dir) / config.run_name)
 

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,12 @@ class StartingPoint:
     """The state that a session starts from: step 0, or a checkpoint."""
 
     checkpoint: Path | None = None
-    manifest: Manifest | None = None
-
-    @property
-    def step(self) -> int:
-        """Completed steps."""
-        return self.manifest.step if self.manifest else 0
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens until `step`."""
-        return self.manifest.tokens if self.manifest else 0
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Metrics of `step`."""
-        return self.manifest.metrics if self.manifest else {}
+    step: int = 0
+    """Completed steps."""
+    tokens: int = 0
+    """Training tokens until `step`."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Metrics of `step`."""
 
 
 def starts_afresh(config: TrainConfig) -> bool:
@@ -199,7 +189,7 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
     if path is None or manifest is None:
         return StartingPoint()
     report_changes(path, manifest, facts, config.exact)
-    return StartingPoint(path, manifest)
+    return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics)
 
 
 def report_changes(path: Path, manifest: Manifest, facts: dict[str, Any], exact: bool) -> None:

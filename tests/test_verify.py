@@ -50,7 +50,7 @@ MUTATIONS = {
         "data/sampler.py", " + rank * size", "",
         "order is a permutation in every epoch"),
     "checkpoint_not_loaded": (
-        "train.py", "    if start.checkpoint and start.manifest:", "    if False:", "resuming is bitwise"),
+        "train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
         "distributed/tree_reduce.py", "foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (

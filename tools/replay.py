@@ -121,7 +121,7 @@ def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     first, source = 0, "the initial weights"
     if checkpoint:
         path, manifest = checkpoint
-        load_checkpoint(path, manifest, state)
+        load_checkpoint(path, state)
         first, source = manifest.step, str(path)
     differences = describe_differences(session, accelerator)
     accelerator.print(f"steps {first + 1} to {step}, retrained from {source}{differences}")

@@ -86,7 +86,7 @@ class Skipped(NamedTuple):
     """Numbers of updates that were skipped because their loss or gradient was not finite."""
 
     total: int = 0
-    in_a_row: int = 0
+    consecutive: int = 0
     """Length of the current streak, as of the last step that was read."""
 
 
@@ -128,7 +128,7 @@ class Results:
         rank: int,
         num_processes: int,
         device: torch.device,
-        max_skipped: int = 0,
+        max_consecutive_skips: int = 0,
         run_directory: Path | None = None,
     ):
         """Start without pending results and without skipped updates.
@@ -137,12 +137,12 @@ class Results:
             rank: the data-parallel rank of this process.
             num_processes: the number of data-parallel processes.
             device: the device of the model and of the all-reduce.
-            max_skipped: the number of consecutive updates that may be skipped because the loss or the gradient is not
-                finite.
+            max_consecutive_skips: the number of consecutive updates that may be skipped because the loss or the
+                gradient is not finite.
             run_directory: shown in the replay command of NonFiniteError.
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
-        self.max_skipped, self.run_directory = max_skipped, run_directory
+        self.max_consecutive_skips, self.run_directory = max_consecutive_skips, run_directory
         self.skipped = Skipped()
         self._names: list[str] = []
         self._pending: deque[_Pending] = deque()
@@ -210,8 +210,8 @@ class Results:
         asks to stop, the current step is read too, so that all processes stop after it.
 
         Raises:
-            NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped` consecutive
-                steps is infinite or NaN.
+            NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_consecutive_skips`
+                consecutive steps is infinite or NaN.
         """
         stop = False
         while len(self._pending) > 1 or (self._pending and (wait or stop)):
@@ -235,15 +235,15 @@ class Results:
         # A metric "loss" of the model replaces the training objective in `means`, but not in the test below.
         means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        total, in_a_row = self.skipped
-        total, in_a_row = (total, 0) if finite else (total + 1, in_a_row + 1)
-        self.skipped = Skipped(total, in_a_row)
-        if in_a_row > self.max_skipped:
+        total, consecutive = self.skipped
+        total, consecutive = (total, 0) if finite else (total + 1, consecutive + 1)
+        self.skipped = Skipped(total, consecutive)
+        if consecutive > self.max_consecutive_skips:
             step = pending.completed_steps
             # If all losses are finite but the gradient is not, any process may be the cause.
             suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
             ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
-            repeated = f", {in_a_row} times in a row" if in_a_row > 1 else ""
+            repeated = f", {consecutive} times in a row" if consecutive > 1 else ""
             without_targets = "" if num_targets else ", no target token in the global batch"
             raise NonFiniteError(
                 f"step {step}: loss = {loss}, gradient norm = {grad_norm}{repeated}{without_targets}, in micro-batches "

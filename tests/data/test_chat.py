@@ -567,7 +567,7 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
         config = config.replace(**{"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})
-        prepare_run(Run.of(config), config, {})
+        prepare_run(Run.from_config(config), config, {})
         assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).has_conversations is False
 

@@ -352,7 +352,7 @@ def test_only_main_process_locks_to_record_refusal(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     (run / LOCK_FILE).unlink()
     with pytest.raises(ConfigError, match="^refused$"):
-        with record_outcome(Run.of(config), config):
+        with record_outcome(Run.from_config(config), config):
             raise ConfigError("refused")
     assert not (run / LOCK_FILE).exists()
 
@@ -367,7 +367,7 @@ def test_refused_start_of_another_run_keeps_status(arguments, run):
 def test_refused_other_corpus_keeps_status(run):
     """Its hash is known only when the config is resolved."""
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
-    directory = Run.of(config)
+    directory = Run.from_config(config)
     with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), record_outcome(directory, config):
         check_run(directory, config.replace(**{"data.hash": "00ff"}))
     assert Run(run).status() == Status("finished", STEPS)

@@ -40,7 +40,7 @@ def test_batch_without_targets_is_reported():
 
 
 def test_skipped_updates_are_counted_and_limited():
-    results = Results(0, 1, CPU, max_skipped=2)
+    results = Results(0, 1, CPU, max_consecutive_skips=2)
     results.skipped = (5, 0)  # from a checkpoint
     for loss, skipped in ((math.inf, (6, 1)), (1.0, (6, 0)), (math.nan, (7, 1)), (math.nan, (8, 2))):
         send(results, loss)
