@@ -33,7 +33,6 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
 import itertools
 import re
 import shlex
-import sys
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -51,7 +50,7 @@ from run.resume import check_resume, differing_settings, with_stored_model
 from run.stored_settings import complete_settings, read_settings
 from tools import compare
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Job, JobRunner, Stopped
+from tools.jobs.runner import Job, JobRunner, raise_stopped
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept
@@ -83,9 +82,7 @@ def main(config: SweepConfig) -> None:
             wanted[path] = replace(job, restart=job.is_finished())
     try:
         runner.train(wanted.values(), until_failure=False)
-    except Stopped:  # recorded in the outcomes, too
-        pass
-    except RunError as raised:
+    except (SystemExit, RunError) as raised:
         error = raised
     outcomes |= {path: runner.outcomes.get(job, "not started") for path, job in wanted.items()}
     paths = [run_path(settings) for settings in runs]
@@ -98,9 +95,8 @@ def main(config: SweepConfig) -> None:
         raise RunError(f"{num_failed} of {len(runs)} runs failed; see their own messages")
     if error:
         raise error
-    if "stopped" in outcomes.values() or runner.signal:
-        print("stopped by a signal; rerun the same command to resume", file=sys.stderr)
-        raise SystemExit(75)
+    if "stopped" in outcomes.values():
+        raise_stopped()
 
 
 def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[TrainConfig]:

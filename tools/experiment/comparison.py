@@ -21,7 +21,7 @@ from tools.experiment.compute_multiplier import BUDGETS, Estimate, estimate_comp
 from tools.experiment.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
 from tools.experiment.settings import ExperimentConfig
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Job, JobRunner, OutOfTime
+from tools.jobs.runner import Job, JobRunner
 
 BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
 # First seeds of an arm that equals the baseline, where equal seeds would give equal runs, and of the runs that tune.
@@ -79,19 +79,16 @@ class Comparison:
         if self.config.minutes:
             self.jobs.deadline = time.monotonic() + 60 * self.config.minutes
         arms, results = [self.baseline, self.candidate], []
-        try:
-            if self.config.tune:
-                arms = [self.tune(arm) for arm in arms]
-            for size in self.config.factors:
-                baseline, candidate = (scale_parameters(arm, size) for arm in arms)
-                results.append(result := self.compare(baseline, candidate))
-                result.size = size
-                if result.verdict in ("better", "worse") and self.config.speedup:
-                    result.compute_multiplier = self.compute_multiplier(baseline, result)
-                if result.verdict in ("failed", "identical"):
-                    break
-        except OutOfTime as error:
-            print(error, file=sys.stderr)
+        if self.config.tune:
+            arms = [tuned for arm in arms if (tuned := self.tune(arm))]
+        for size in self.config.factors if len(arms) == 2 else []:
+            baseline, candidate = (scale_parameters(arm, size) for arm in arms)
+            results.append(result := self.compare(baseline, candidate))
+            result.size = size
+            if result.verdict in ("better", "worse") and self.config.speedup:
+                result.compute_multiplier = self.compute_multiplier(baseline, result)
+            if result.verdict in ("failed", "identical") or time.monotonic() >= self.jobs.deadline:
+                break
         return results or [Result()]
 
     def compare(self, baseline: Arm, candidate: Arm) -> Result:
@@ -102,12 +99,11 @@ class Comparison:
             for seed in range(self.config.first_seed, self.config.first_seed + self.config.max_seeds)
         ]
         for n in range(1, len(pairs) + 1):
-            try:
-                if failure := self.train(pairs, n, baseline):
-                    return Result(verdict="failed", message=failure)
-            except OutOfTime as error:
-                print(error, file=sys.stderr)
+            failure = self.train(pairs, n)
+            if failure is None:
                 break
+            if failure:
+                return Result(verdict="failed", message=failure)
             first = [job.run.newest_metrics().get("state/digest") for job in pairs[0]]
             if first[0] == first[1] is not None:
                 return Result(verdict="identical", message="both arms train the same weights, bit for bit")
@@ -128,15 +124,14 @@ class Comparison:
                 break
         return result
 
-    def train(self, pairs: list[tuple[Job, Job]], n: int, baseline: Arm) -> str:
+    def train(self, pairs: list[tuple[Job, Job]], n: int) -> str | None:
         """Train the first n pairs of runs, and later ones on cores that would be idle.
 
         Returns:
-            Why the candidate does not train; "" if it does.
+            Why the candidate does not train; "" if it does; None if the time was spent before n pairs were finished.
 
         Raises:
             RunError: the baseline does not train, or a run was killed.
-            OutOfTime: the time is spent, and some of the n pairs are not finished.
         """
         needed = [job for pair in pairs[:n] for job in pair]
         unfinished = sum(not job.is_finished() for job in needed)
@@ -144,16 +139,14 @@ class Comparison:
             return ""
         ahead = [job for pair in pairs[n:] for job in pair if not job.is_finished()]
         ahead = ahead[: -unfinished % self.jobs.max_running]
-        try:
-            self.jobs.train([*needed, *ahead], until_failure=False)
-        except OutOfTime:
-            if not all(job.is_finished() for job in needed):
-                raise
+        is_in_time = self.jobs.train([*needed, *ahead], until_failure=False)
         for job in needed:
-            if failed := self.jobs.failures.get(job):
-                if failed.killed or job in (pair[0] for pair in pairs):
-                    raise RunError(f"{job.run.path}: {failed}; run the same command again to resume")
-                return f"does not train: {failed}; log: {job.output}"
+            if failure := self.jobs.failures.get(job):
+                if failure.killed or job in (pair[0] for pair in pairs):
+                    raise RunError(f"{job.run.path}: {failure.message}; run the same command again to resume")
+                return f"does not train: {failure.message}; log: {job.output}"
+            if not job.is_finished() and not is_in_time:
+                return None
             if not job.is_finished():
                 raise RunError(f"{job.run.path}: stopped from elsewhere; run the same command again to resume")
         return ""
@@ -172,18 +165,21 @@ class Comparison:
         return result
 
     def compute_multiplier(self, baseline: Arm, result: Result) -> Estimate | None:
-        """Train the baseline on shorter and longer budgets, and convert the difference into steps."""
+        """Train the baseline on other budgets, and convert the difference into steps; None if there is no time."""
         points = [(1.0, loss) for loss in result.losses[0]]
         for factor in BUDGETS:
             arm = scale_steps(baseline, factor)
             jobs = [arm.job(seed) for seed in range(BUDGET_SEEDS)]
-            self.jobs.train(jobs, until_failure=False)
+            if not self.jobs.train(jobs, until_failure=False):
+                return None
             runs = [job.run for job in jobs if job.is_finished()]
             points += [(factor, score.loss) for score in judge.score(self.baseline, arm, runs, self.config.metric)]
         return estimate_compute_multiplier(points, *result.losses)
 
-    def tune(self, arm: Arm) -> Arm:
+    def tune(self, arm: Arm) -> Arm | None:
         """Return the arm with the best of several values of a setting, by the mean over separate seeds.
+
+        Return None if the time was spent before.
 
         Raises:
             ConfigError: the setting is not a number, or 0, or training fails with all values.
@@ -197,7 +193,8 @@ class Comparison:
             values = sorted({max(1, round(one)) for one in values})
         arms = [arm.changed({setting: one}) for one in values]
         jobs = {one.digest: [one.job(TUNING_SEEDS + seed) for seed in range(NUM_TUNING_SEEDS)] for one in arms}
-        self.jobs.train([job for several in jobs.values() for job in several], until_failure=False)
+        if not self.jobs.train([job for several in jobs.values() for job in several], until_failure=False):
+            return None
         # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
         losses = []
         for one, own in zip(arms, jobs.values(), strict=True):

@@ -18,7 +18,7 @@ from tools.experiment.report import analyze, confirmation_lines
 from tools.experiment.screen import Record, is_control
 from tools.experiment.settings import ConfirmConfig, parse_sizes
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Failed, JobRunner
+from tools.jobs.runner import JobRunner
 
 FIRST_SEED = 5000  # screens and comparisons count from 0
 LEVEL = 0.05
@@ -112,10 +112,7 @@ def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
 def train(jobs: JobRunner, baseline: Arm, arms: dict[str, Arm], seeds: int) -> dict[str, list[float]]:
     """Train all seeds of all arms, interleaved, and return the logs of their losses."""
     every = range(FIRST_SEED, FIRST_SEED + seeds)
-    try:
-        jobs.train([arm.job(seed) for seed in every for arm in arms.values()])
-    except Failed as failed:
-        raise RunError(f"{failed.job.run.path}: {failed}") from None
+    jobs.train([arm.job(seed) for seed in every for arm in arms.values()])
     losses = {}
     for name, arm in arms.items():
         scores = judge.score(baseline, arm, [arm.job(seed).run for seed in every])

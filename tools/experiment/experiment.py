@@ -1,7 +1,6 @@
 """Screen several ideas, or compare one with the baseline; print the result."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +13,7 @@ from tools.experiment.change import Idea, Worktrees, idea_texts, parse_ideas
 from tools.experiment.comparison import Comparison, Result
 from tools.experiment.screen import Screen
 from tools.experiment.settings import ExperimentConfig, LabConfig
-from tools.jobs.runner import JobRunner, Stopped
-
-EXIT_STOPPED = 75
+from tools.jobs.runner import EXIT_STOPPED, JobRunner
 
 
 def main(config: ExperimentConfig) -> None:
@@ -39,11 +36,9 @@ def run_with_json(config: LabConfig, run: Callable[[Any, Path, JobRunner], None]
         run(config, expand_user_path("lab", config.lab), jobs)
     except BaseException as error:
         if config.print_json:
-            exit_code = {ConfigError: 2, Stopped: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
-            print(json.dumps({"verdict": None, "exit_code": exit_code, "message": str(error) or type(error).__name__}))
-        if isinstance(error, Stopped):
-            print(error, file=sys.stderr)
-            raise SystemExit(EXIT_STOPPED) from None
+            exit_code = {ConfigError: 2, SystemExit: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
+            message = "stopped by a signal" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+            print(json.dumps({"verdict": None, "exit_code": exit_code, "message": message}))
         raise
 
 

@@ -358,7 +358,7 @@ class Screen:
         """Train and score runs until there are enough, or the time is spent.
 
         Raises:
-            Stopped: a signal was received; what has finished is saved.
+            SystemExit: a signal was received; what has finished is saved.
             RunError: a disk is full.
         """
         with ThreadPoolExecutor(1) as pool:
@@ -367,7 +367,7 @@ class Screen:
                 for job in self.jobs.stream(self.jobs_to_train(), progress=self.print_progress):
                     row, arm, start_time = self.started.pop(job)
                     if job in self.jobs.failures:
-                        row.failure = str(self.jobs.failures[job]) or "ends with an error after its last step"
+                        row.failure = self.jobs.failures[job].message or "ends with an error after its last step"
                     elif job.is_finished():
                         if job in self.jobs.outcomes:  # it was trained now
                             self.durations.append(time.monotonic() - start_time)

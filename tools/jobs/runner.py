@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
@@ -77,31 +77,13 @@ class Job:
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")
 
 
-class Failed(Exception):
-    """A run failed; the message says why.
+@dataclass(frozen=True)
+class Failure:
+    """Why a run failed."""
 
-    Attributes:
-        job: The run.
-        killed: True if a signal from elsewhere ended a process of the run, as when memory runs out.
-    """
-
-    def __init__(self, job: Job, message: str, killed: bool = False):
-        super().__init__(message)
-        self.job, self.killed = job, killed
-
-
-class Stopped(Exception):
-    """A signal stopped the runs; they have saved."""
-
-    def __init__(self):
-        super().__init__("stopped by a signal; rerun the same command to resume")
-
-
-class OutOfTime(Exception):
-    """The deadline has passed, and some runs are not finished; those in progress have saved."""
-
-    def __init__(self):
-        super().__init__("minutes: the time is spent; run the same command again to resume")
+    message: str
+    killed: bool = False
+    """Whether a signal from elsewhere ended a process of the run, as when memory runs out."""
 
 
 class Started(NamedTuple):
@@ -126,7 +108,7 @@ class JobRunner:
         threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
         deadline: Value of time.monotonic() at which runs save and stop.
         outcomes: "finished", "stopped" or "failed" of each run that has ended.
-        failures: The error of each run that failed.
+        failures: Why each failed run failed.
         signal: The last stop signal received; 0 if none.
     """
 
@@ -138,23 +120,23 @@ class JobRunner:
         self.threads: int | None = None
         self.deadline = math.inf
         self.outcomes: dict[Job, str] = {}
-        self.failures: dict[Job, Failed] = {}
+        self.failures: dict[Job, Failure] = {}
         self.signal = 0
         self._running: dict[Job, Started] = {}
         self._num_sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
-    def train(self, jobs: Iterable[Job], until_failure: bool = True) -> None:
-        """Train all runs that are not finished, started in this order, and return when they have ended.
+    def train(self, jobs: Iterable[Job], until_failure: bool = True) -> bool:
+        """Train all runs that are not finished, started in this order; return False if the deadline came before.
 
         With `until_failure`, stop the other runs as soon as one fails or is stopped.
 
         Raises:
-            Failed: A run failed; with `until_failure` only.
-            Stopped: A signal was received; or, with `until_failure`, a run was stopped from elsewhere.
-            OutOfTime: The deadline has passed; the runs in progress have saved.
-            RunError: A disk is full, or the code changed before all runs were started.
+            RunError: With `until_failure`, a run failed; or a disk is full, or the code changed before all runs were
+                started.
+            SystemExit: With code 75: a signal was received; or, with `until_failure`, a run was stopped from elsewhere.
+                The runs have saved.
         """
         missing = [job for job in dict.fromkeys(jobs) if job.restart or not job.is_finished()]
         self._num_sharing_cores = min(self.max_running, len(missing))
@@ -164,15 +146,18 @@ class JobRunner:
             def progress() -> None:
                 bar.update(sum(job.run.newest_metrics()["step"] for job in missing) - bar.n)
 
-            for number, job in enumerate(self.stream(missing, until_failure, progress), start=1):
-                bar.write(f"[run {number} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
+            ended = 0
+            for ended, job in enumerate(self.stream(missing, until_failure, progress), start=1):
+                bar.write(f"[run {ended} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
+        return ended == len(missing)
 
     def stream(
         self, jobs: Iterable[Job], until_failure: bool = False, progress: Callable[[], None] = lambda: None
     ) -> Iterator[Job]:
         """Train runs, each taken from `jobs` when there is room for it, and yield each when it has ended.
 
-        `progress` is called several times a second. Raise the errors of `train`.
+        At the deadline the runs in progress save and stop. `progress` is called several times a second. Raise the
+        errors of `train`.
         """
         source, waiting = iter(jobs), []
         is_exhausted = False
@@ -181,7 +166,8 @@ class JobRunner:
                 self.raise_if_stopped()
                 yield from self._collect_ended(waiting, until_failure)
                 if time.monotonic() >= self.deadline and (waiting or self._running or not is_exhausted):
-                    raise OutOfTime
+                    print("minutes: the time is spent; run the same command again to resume", file=sys.stderr)
+                    return
                 yield from self._start_waiting(waiting)
                 while not is_exhausted and len(self._running) < self.max_running:
                     job = next(source, None)
@@ -196,9 +182,9 @@ class JobRunner:
             self._stop_all()
 
     def raise_if_stopped(self) -> None:
-        """Raise Stopped after a signal."""
+        """Raise SystemExit after a signal."""
         if self.signal:
-            raise Stopped
+            raise_stopped()
 
     def _describe(self, job: Job) -> str:
         outcome = self.outcomes.setdefault(job, "finished")
@@ -261,7 +247,9 @@ class JobRunner:
             if not stopped:
                 self.failures[job] = describe_failure(job, exit_code, status)
             if until_failure:
-                raise Stopped if stopped else self.failures[job]
+                if stopped:
+                    raise_stopped()
+                raise RunError(f"{job.run.path}: {self.failures[job].message}")
             yield job
 
     def _stop_all(self) -> None:
@@ -290,15 +278,19 @@ class JobRunner:
             os.killpg(run.process.pid, number)
 
 
-def describe_failure(job: Job, exit_code: int, status: Status) -> Failed:
-    """Return the error of a run whose process ended with this exit code (negative: by a signal) and status."""
+def raise_stopped() -> NoReturn:
+    """Raise SystemExit because runs were stopped."""
+    print("stopped by a signal; run the same command again to resume", file=sys.stderr)
+    raise SystemExit(EXIT_STOPPED)
+
+
+def describe_failure(job: Job, exit_code: int, status: Status) -> Failure:
+    """Return why a run failed whose process ended with this exit code (negative: by a signal) and status."""
     if exit_code < 0:
-        return Failed(job, f"ended by {signal.Signals(-exit_code).name}; out of memory?", killed=True)
+        return Failure(f"ended by {signal.Signals(-exit_code).name}; out of memory?", killed=True)
     if status.state == "running":
-        return Failed(
-            job, f"ended without recording why, as if killed; out of memory? ({job.error_line()})", killed=True
-        )
-    return Failed(job, status.reason, killed=status.kind == "lost_process")
+        return Failure(f"ended without recording why, as if killed; out of memory? ({job.error_line()})", killed=True)
+    return Failure(status.reason, killed=status.kind == "lost_process")
 
 
 def visible_gpus() -> list[str]:

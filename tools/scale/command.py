@@ -1,7 +1,6 @@
 """Print a recipe, search learning rates, or find a scaling law."""
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from config.paths import expand_user_path
 from data.files import sha256, write_atomically
 from data.json_objects import parse_object
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Failed, JobRunner, Stopped
+from tools.jobs.runner import JobRunner
 from tools.scale import recipe
 from tools.scale.settings import ScaleConfig
 
@@ -97,13 +96,7 @@ class LadderTrainer:
             RunError: a run failed, its loss is not above the entropy of its data, or another run has another precision.
         """
         pairs = [(run, run.job(self.out_dir, self.settings, self.launch.command)) for run in runs]
-        try:
-            self.runner.train([job for _, job in pairs])
-        except Stopped:
-            print("stopped by a signal; run the same command again to resume", file=sys.stderr)
-            raise SystemExit(75) from None
-        except Failed as failed:
-            raise RunError(f"{failed.job.run.path}: {failed}") from None
+        self.runner.train([job for _, job in pairs])
         self.precisions |= {row.mixed_precision for _, job in pairs for row in job.run.sessions()}
         if len(self.precisions) > 1:
             found = " and ".join(sorted(map(str, self.precisions)))

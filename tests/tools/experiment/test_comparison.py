@@ -124,7 +124,7 @@ def test_stopped_comparison_resumes(run_experiment):
     )
     run_experiment.hook(hook)
     run_experiment(BETTER, jobs=1, error=SystemExit)
-    assert json.loads(run_experiment.printed[-2])["exit_code"] == 75
+    assert json.loads(run_experiment.printed[-1])["exit_code"] == 75
     run_experiment.hook("")
     assert run_experiment(BETTER, jobs=1)["verdict"] == "better" and len(run_experiment.started()) == 4
 

@@ -51,7 +51,7 @@ def test_planted_effects_are_found(run_experiment):
 def test_stopped_screen_resumes(run_experiment):
     run_experiment.hook(STOP)
     run_experiment(A, B, runs=10, error=SystemExit)
-    assert json.loads(run_experiment.printed[-2])["exit_code"] == 75
+    assert json.loads(run_experiment.printed[-1])["exit_code"] == 75
     before, rows = run_experiment.record()["rows"], run_experiment.rows()
     finished = {row["run"] for row in before if row["loss"] is not None}
     assert 4 <= len(finished) < len(before) < 10
