@@ -96,8 +96,11 @@ def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[st
         expected = f"must be {describe(fields[name].annotation, fields[name].metadata)}"
         if problem["type"] == "less_than" and problem.get("ctx") == {"lt": 2**63}:
             expected = "is too large; use one below 2**63"
-        value = "no value, but it" if problem["type"] == "missing" and name == names[0] else show(values[name])
-        problems.setdefault(name, f"{name}: {value} {expected}")
+        if problem["type"] == "missing" and name == names[0]:
+            is_list = fields[name].annotation == list[str]
+            problems[name] = f"{name}: missing; " + ("name at least one" if is_list else f"it {expected}")
+            continue
+        problems.setdefault(name, f"{name}: {show(values[name])} {expected}")
     return problems
 
 

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
 
 
-def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, program: str = "train.py") -> "TrainConfig":
+def parse_config(
+    args: Sequence[str] | None = None,
+    num_processes: int = 1,
+    program: str = "train.py",
+    purpose: str = "Trains a mini-GPT.",
+) -> "TrainConfig":
     """Parse `[--config FILE]... [--section.setting VALUE]...`, where later settings override earlier ones.
 
     Without `--config`, configs/stories.yaml is read. `--help` and `--print_config` print and exit. The settings of
@@ -32,6 +37,7 @@ def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, prog
         args: the command line without the program; default: sys.argv[1:].
         num_processes: the number of training processes, which must be able to split the global batch.
         program: the name of the program in `--help`.
+        purpose: a sentence about the program in `--help`.
 
     Raises:
         ConfigError: all wrong values together or, if there are none, all settings that contradict each other.
@@ -45,7 +51,7 @@ def parse_config(args: Sequence[str] | None = None, num_processes: int = 1, prog
         print_help(
             TrainConfig,
             f"{program} [--config FILE]... [--section.setting VALUE]... [--print_config]",
-            f"Trains a mini-GPT. Later settings override earlier ones. Without --config, configs/{DEFAULT_CONFIG.name} "
+            f"{purpose} Later settings override earlier ones. Without --config, configs/{DEFAULT_CONFIG.name} "
             "overrides the defaults below. --print_config prints the resulting settings as YAML.",
         )
         raise SystemExit(0)
@@ -120,6 +126,7 @@ class _Given:
         self.sources: dict[str, str] = {}
         """The config file of a value as the beginning of a message; "" if it comes from the command line."""
         self.problems: list[str] = []
+        self.without_value: set[str] = set()
 
     def split(self, args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
         """Return the options of a command line with their values, and all other words.
@@ -148,6 +155,7 @@ class _Given:
                 options.append((name, "true"))
             elif name in self.fields or name == "config":
                 self.problems.append(f"{name}: has no value; give one as --{name}=VALUE")
+                self.without_value.add(name)
             else:
                 options.append((name, ""))  # to be reported as unknown
         return options, others
@@ -185,7 +193,8 @@ class _Given:
             settings = self.kind.model_validate(nested_settings(self.values))
         except ValidationError as error:
             problems = explain(error.errors(), self.fields, self.values)
-            self.problems += [self.sources.get(name, "") + problem for name, problem in problems.items()]
+            new = {name: problem for name, problem in problems.items() if name not in self.without_value}
+            self.problems += [self.sources.get(name, "") + problem for name, problem in new.items()]
         if self.problems:
             raise ConfigError("\n".join(self.problems))
         return settings
@@ -209,6 +218,8 @@ class _Given:
         """Read the settings of a mapping and of the sections in it; `optimizer.lr` may also be a key of its own."""
         seen = set() if seen is None else seen
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="the name of a setting must be a word", problem_mark=key.start_mark)
             name = f"{prefix}{key.value}"
             if name in seen:
                 raise yaml.MarkedYAMLError(problem=f"{name} is set twice", problem_mark=key.start_mark)

@@ -12,6 +12,7 @@ from evaluate import EvaluateConfig
 from run.stored_settings import read_settings
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, thinned
+from tools.compare import CompareConfig
 
 WORDS = "010 1:30 1e3 1.0 1e-3 12e5 1_000 0x10 +5 .5 010.5 yes True off .inf nan 1e999 2020-01-01 = <<".split()
 ODD = ["~a", "null", "a: b", "a #b", "#a", "'a", '"', "- a", "[1]", "{a", "*a", "&a", "%"]
@@ -142,6 +143,15 @@ def test_tool_numbers_are_finite_and_bounded(kind, words):
         parse_tool(kind, "tool.py", words)
 
 
+def test_missing_argument_has_one_message():
+    with pytest.raises(ConfigError, match=r"^run: has no value; give one as --run=VALUE$"):
+        parse_tool(SampleConfig, "tool.py", ["--run"])
+    with pytest.raises(ConfigError, match=r"^run: missing; it must be a string$"):
+        parse_tool(SampleConfig, "tool.py", [])
+    with pytest.raises(ConfigError, match=r"^runs: missing; name at least one$"):
+        parse_tool(CompareConfig, "tool.py", [])
+
+
 def test_setting_given_twice_in_a_file_is_refused(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     for text, line, name in [
@@ -153,6 +163,8 @@ def test_setting_given_twice_in_a_file_is_refused(tmp_path):
     ]:
         recipe.write_text(text)
         assert outcome("--config", str(recipe)) == f"{recipe}: line {line}: {name} is set twice"
+    recipe.write_text("? [steps, seed]\n: 1\n")
+    assert outcome("--config", str(recipe)) == f"{recipe}: line 1: the name of a setting must be a word"
     recipe.write_text("optimizer.lr: 2e-3\noptimizer: {weight_decay: 0}\n")
     assert outcome("--config", str(recipe))["optimizer"]["lr"] == 2e-3
 

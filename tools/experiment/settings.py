@@ -33,7 +33,7 @@ class LabConfig(Settings):
 class IdeasConfig(LabConfig):
     """Ideas, and settings of all runs."""
 
-    arguments: Annotated[list[str], PASSED_ON]
+    arguments: Annotated[list[str], PASSED_ON] = []
     """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
 
     @property

@@ -1,10 +1,13 @@
 """The table of confirm: measured on reserved seeds, beside the prediction of the screen."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from config.errors import ConfigError, RunError
+from tests.conftest import ROOT
 from tools.experiment import log
 from tools.experiment.confirm import Row, correct
 from tools.experiment.screen import CONTROL
@@ -92,3 +95,9 @@ def test_control_is_not_confirmed(run_experiment):
     result = run_experiment("--steps 150", SHAM, runs=24)
     assert {idea["verdict"] for idea in result["ideas"] if idea["idea"] == CONTROL} == {"worse"}
     assert run_experiment.confirm()["ideas"] == ["--steps 150"]
+
+
+def test_command_without_ideas_is_for_the_accepted_ones(tmp_path):
+    command = [sys.executable, "-m", "tools.experiment", "confirm", "--lab", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "ideas: the screen accepted none; name those to confirm" in done.stderr
