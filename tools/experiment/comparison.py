@@ -109,7 +109,7 @@ class Comparison:
                 return Result(verdict="identical", message="both arms train the same weights, bit for bit")
             runs = [[pair[index].run for pair in pairs[:n]] for index in (0, 1)]
             scores = [
-                judge.score(self.baseline, arm, own, self.config.metric)
+                judge.score(self.baseline, [(arm, run) for run in own], self.config.metric)
                 for arm, own in zip((baseline, candidate), runs, strict=True)
             ]
             problems = [next((score.problem for score in own if score.problem), "") for own in scores]
@@ -172,8 +172,8 @@ class Comparison:
             jobs = [arm.job(seed) for seed in range(BUDGET_SEEDS)]
             if not self.jobs.train(jobs, until_failure=False):
                 return None
-            runs = [job.run for job in jobs if job.is_finished()]
-            points += [(factor, score.loss) for score in judge.score(self.baseline, arm, runs, self.config.metric)]
+            runs = [(arm, job.run) for job in jobs if job.is_finished()]
+            points += [(factor, score.loss) for score in judge.score(self.baseline, runs, self.config.metric)]
         return estimate_compute_multiplier(points, *result.losses)
 
     def tune(self, arm: Arm) -> Arm | None:
@@ -198,8 +198,8 @@ class Comparison:
         # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
         losses = []
         for one, own in zip(arms, jobs.values(), strict=True):
-            runs = [job.run for job in own if job.is_finished()]
-            scores = judge.score(self.baseline, one, runs, self.config.metric)
+            runs = [(one, job.run) for job in own if job.is_finished()]
+            scores = judge.score(self.baseline, runs, self.config.metric)
             is_good = len(runs) == len(own) and not any(score.problem for score in scores)
             losses.append(statistics.fmean(score.loss for score in scores) if is_good else math.inf)
         if min(losses) == math.inf:

@@ -115,7 +115,7 @@ def train(jobs: JobRunner, baseline: Arm, arms: dict[str, Arm], seeds: int) -> d
     jobs.train([arm.job(seed) for seed in every for arm in arms.values()])
     losses = {}
     for name, arm in arms.items():
-        scores = judge.score(baseline, arm, [arm.job(seed).run for seed in every])
+        scores = judge.score(baseline, [(arm, arm.job(seed).run) for seed in every])
         if problem := next((score.problem for score in scores if score.problem), ""):
             raise RunError(f"{name}: {problem}")
         losses[name] = [math.log(score.loss) for score in scores]

@@ -35,39 +35,38 @@ class Score:
     """Why the loss is not credible; "" if it is."""
 
 
-def score(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = None) -> list[Score]:
-    """Return the scores of finished runs of an arm.
+def score(baseline: Arm, runs: Iterable[tuple[Arm, Run]], metric: str | None = None) -> list[Score]:
+    """Return the scores of finished runs.
 
     Args:
         baseline: the arm whose code judges.
-        arm: the arm of the runs.
-        runs: runs that have completed all steps.
-        metric: a logged metric instead of the loss; such runs are judged as well.
+        runs: runs that have completed all steps, each with its arm.
+        metric: a logged metric instead of the loss; runs of code that is not trusted are judged as well.
 
     Raises:
-        RunError: the code of the arm cannot load or evaluate a checkpoint.
+        RunError: the code of an arm cannot load or evaluate a checkpoint.
     """
     runs = list(runs)
-    rows = [run.newest_metrics() for run in runs]
-    logged = [row.get(metric) if metric else row.get(EXCESS_LOSS, row.get(LOSS)) for row in rows]
-    if not arm.is_judged:
-        return [as_score(value, above_zero=metric is None) for value in logged]
-    files = [arm.lab / "scores" / f"{run.path.name}.json" for run in runs]
-    missing = [(run, file) for run, file in zip(runs, files, strict=True) if not file.exists()]
-    answers = run_scorer(baseline, arm, [run for run, _ in missing]) if missing else []
-    for (_, file), answer in zip(missing, answers, strict=True):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(answer))
-    for run in runs:  # nothing else reads them
-        shutil.rmtree(run.checkpoints, ignore_errors=True)
-    judged = [parse_object(file.read_bytes()) for file in files]
+    files = {run: arm.lab / "scores" / f"{run.path.name}.json" for arm, run in runs if arm.is_judged}
+    missing = sorted(((arm, run) for arm, run in runs if run in files and not files[run].exists()), key=by_code)
+    for (_, run), answer in zip(missing, run_scorer(baseline, missing) if missing else [], strict=True):
+        files[run].parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(files[run], json.dumps(answer))
     scores = []
-    for answer, value in zip(judged, logged, strict=True):
-        loss = value if metric else answer["loss"] - (answer["entropy"] or 0.0)
-        scores.append(
-            Score(problem=answer["problem"]) if answer["problem"] else as_score(loss, above_zero=metric is None)
-        )
+    for _, run in runs:
+        row = run.newest_metrics()
+        loss, problem = row.get(metric) if metric else row.get(EXCESS_LOSS, row.get(LOSS)), ""
+        if run in files:
+            shutil.rmtree(run.checkpoints, ignore_errors=True)  # nothing else reads them
+            answer = parse_object(files[run].read_bytes())
+            loss, problem = loss if metric else answer["loss"] - (answer["entropy"] or 0.0), answer["problem"]
+        scores.append(Score(problem=problem) if problem else as_score(loss, above_zero=metric is None))
     return scores
+
+
+def by_code(pair: tuple[Arm, Run]) -> str:
+    """Return the folder of the code of a run."""
+    return str(pair[0].code)
 
 
 def as_score(loss: object, above_zero: bool) -> Score:
@@ -81,10 +80,10 @@ def as_score(loss: object, above_zero: bool) -> Score:
     return Score(float(loss))
 
 
-def run_scorer(baseline: Arm, arm: Arm, runs: list[Run]) -> list[dict]:
-    """Run tools/experiment/scorer.py; raise RunError if the candidate's code crashes in it."""
+def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
+    """Run tools/experiment/scorer.py; raise RunError if the code of an arm crashes in it."""
     requests = []
-    for run in runs:
+    for arm, run in runs:
         settings = {
             name: value
             for name, value in run.settings.items()
@@ -93,11 +92,10 @@ def run_scorer(baseline: Arm, arm: Arm, runs: list[Run]) -> list[dict]:
         sessions = [(session.step, session.processes or 1) for session in run.sessions()]
         rows = sorted(map(str, (arm.lab / "rows").glob(f"{run.path.name}.*")))
         words = [*baseline.words, "--schedule.warmup_steps=0", "--schedule.decay_steps=null"]
-        requests.append(
-            {"run": str(run.path), "words": words, "settings": settings, "rows": rows, "sessions": sessions}
-        )
+        what = {"code": str(arm.code), "run": str(run.path), "words": words, "settings": settings}
+        requests.append(what | {"rows": rows, "sessions": sessions})
     done = subprocess.run(
-        [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code), str(arm.code)],
+        [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         input="\n".join(map(json.dumps, requests)),
@@ -106,7 +104,7 @@ def run_scorer(baseline: Arm, arm: Arm, runs: list[Run]) -> list[dict]:
         start_new_session=True,  # Ctrl-C is for tools.experiment to handle
     )
     if done.returncode:
-        raise RunError(f"its runs cannot be scored: {last_line(done)}{last_frame(done.stderr, arm.code)}")
+        raise RunError(f"its runs cannot be scored: {last_line(done)}{last_frame(done.stderr, runs[0][0].code)}")
     return [parse_object(line) for line in done.stdout.splitlines()]
 
 

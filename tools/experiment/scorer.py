@@ -1,9 +1,10 @@
 """Judges finished runs of a candidate with the code of the baseline. Prints a JSON object for each run.
 
-    python -m tools.experiment.scorer BASELINE_CODE CANDIDATE_CODE < requests
+    python -m tools.experiment.scorer BASELINE_CODE < requests
 
-A request is a line of JSON with `run`, the path of a run; `settings`, flat settings of train.py that this code knows;
-and `rows`, the file that candidate.py wrote while it trained the run. Three rules make a score hard to fake:
+A request is a line of JSON with `run`, the path of a run, and `code`, the folder of its code; `settings`, flat settings
+of train.py that this code knows; and `rows`, the files that candidate.py wrote while it trained the run. Those of one
+code are consecutive. Three rules make a score hard to fake:
 
 1. The loss is computed here, from logits that the candidate's process computes from tokens alone.
 2. At sampled positions, the logits of the prefix alone equal those of the whole row. The candidate answers for all
@@ -18,8 +19,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from hashlib import sha256
+from itertools import groupby
 from multiprocessing import Pipe
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -214,34 +218,33 @@ def load_data(config: Any, loaded: dict[str, Data]) -> Data:
     return loaded[key]
 
 
-def main(candidate_code: str) -> None:
+def main() -> None:
     """Score the runs that stdin requests, in their order."""
     from config.parser import parse_config
 
-    requests = [json.loads(line) for line in sys.stdin]
-    configs = [parse_config(request["words"]).replace(**request["settings"]) for request in requests]
     loaded: dict[str, Data] = {}
-    data = [load_data(config, loaded) for config in configs]
-    prefixes, process = [], Candidate(candidate_code)
-    for request, own in zip(requests, data, strict=True):
-        process.load(request["run"])
-        prefixes.append(own.prefix_logits(process))
-    process.close()
-    process = Candidate(candidate_code)
-    for request, config, own, alone in zip(requests, configs, data, prefixes, strict=True):
-        process.load(request["run"])
-        score = own.targets | own.score(process, alone)
-        if not score["problem"]:
-            recorded = np.concatenate([np.fromfile(file, np.int64) for file in request["rows"]])
-            score["problem"] = own.surplus_rows(config, request["sessions"], recorded)
-        print(json.dumps(score), flush=True)
-    process.close()
+    for code, requests in groupby(map(json.loads, sys.stdin), key=itemgetter("code")):
+        runs = []
+        with closing(Candidate(code)) as candidate:
+            for request in requests:
+                config = parse_config(request["words"]).replace(**request["settings"])
+                data = load_data(config, loaded)
+                candidate.load(request["run"])
+                runs.append((request, config, data, data.prefix_logits(candidate)))
+        with closing(Candidate(code)) as candidate:
+            for request, config, data, prefixes in runs:
+                candidate.load(request["run"])
+                score = data.targets | data.score(candidate, prefixes)
+                if not score["problem"]:
+                    recorded = np.concatenate([np.fromfile(file, np.int64) for file in request["rows"]])
+                    score["problem"] = data.surplus_rows(config, request["sessions"], recorded)
+                print(json.dumps(score), flush=True)
 
 
 if __name__ == "__main__":
     sys.path[0] = sys.argv[1]
     torch.set_num_threads(1)
     try:
-        main(sys.argv[2])
+        main()
     except (EOFError, BrokenPipeError):
         sys.exit(1)  # the candidate's process has printed its own traceback

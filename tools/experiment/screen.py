@@ -38,7 +38,7 @@ CONTROL_STEPS = 0.8
 CONTROL = f"control: {100 - 100 * CONTROL_STEPS:.0f}% fewer steps"
 DIGEST_STEPS = 12  # after which merged patches with all ideas off must have the digest of the code without them
 RUNS_PER_IDEA, MORE_RUNS = 4, 8
-SCORED_AT_ONCE = 4  # runs of one code; each time, three processes import torch
+SCORED_AT_ONCE = 4  # runs; for each code, two processes import torch
 PROGRESS_SECONDS = 60
 
 
@@ -51,6 +51,8 @@ class Row:
     """Keys of the ideas that are on."""
     run: str = ""
     """Name of its directory in LAB/runs."""
+    code: str | None = None
+    """Commit of its code."""
     loss: float | None = None
     """None until the run is finished and scored."""
     failure: str = ""
@@ -103,9 +105,10 @@ class Screen:
 
     def __init__(self, config: ExperimentConfig, lab: Path, trees: Worktrees, jobs: JobRunner):
         self.config, self.lab, self.trees, self.jobs = config, lab, trees, jobs
-        self.head = self.merged = head_commit()
-        """`merged` is the head with patches that settings switch, as many as can be merged: `common`."""
-        self.common: set[str] = set()
+        self.head = head_commit()
+        self.merged: list[tuple[set[str], str | None]] = []
+        """Commits of the head with patches that settings switch, as many as can be merged, and the keys of the ideas.
+        Runs with some of them on share this code."""
         self.baseline = Arm.resolve(trees.folder(self.head), Launch.parse(config.launch), config.common, lab)
         self.folder = lab / "screens" / self.baseline.name
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,7 @@ class Screen:
         self.wanted: list[str] = []
         """Keys of the ideas that new rows may have."""
         self.started: dict[Job, tuple[Row, Arm, float]] = {}
-        self.unscored: dict[Path, list[tuple[Row, Arm]]] = {}
+        self.unscored: list[tuple[Row, Arm]] = []
         self.durations: list[float] = []
         self.read_ideas: dict[tuple[str, int], Idea | None] = {}
         """By text and time of the file: ideas, None if refused. Each is read once, so that edits of the working tree
@@ -215,19 +218,42 @@ class Screen:
         Returns:
             The ideas that do so.
         """
-        merged, common = self.head, []
-        for idea in map(self.record.idea, wanted):
-            if idea.diff and idea.settings:
-                with suppress(ConfigError):  # it conflicts with those before it
-                    merged = merge(merged, [idea])
-                    common.append(idea)
-        if common and merged != self.merged:
+        known = self.merged[0][0] if self.merged else set()
+        keys, commit = self.merge_more([], wanted)
+        if keys != known:
             expected = self.short_digest(self.head)
-            if self.short_digest(merged) != expected:
+            if self.short_digest(commit) != expected:
+                common = [self.record.idea(key) for key in wanted if key in keys]
                 alone = [idea for idea in common if self.short_digest(merge(self.head, [idea])) != expected]
-                return alone or [idea for idea in common if idea.key not in self.common]
-        self.merged, self.common = merged, {idea.key for idea in common}
+                return alone or [idea for idea in common if idea.key not in known]
+            self.merged.insert(0, (keys, commit))
         return []
+
+    def merge_more(self, ideas: list[Idea], others: list[str]) -> tuple[set[str], str | None]:
+        """Merge the patches of ideas, and all others that a setting switches and that do not conflict with them.
+
+        Raises:
+            ConfigError: the patches of `ideas` conflict.
+        """
+        commit, keys = merge(self.head, ideas), {idea.key for idea in ideas}
+        for idea in map(self.record.idea, others):
+            is_switched = idea.diff and idea.settings and idea.key not in keys
+            if is_switched and not any(idea.key in pair and keys & {*pair} for pair in self.record.exclusive):
+                with suppress(ConfigError):
+                    commit = merge(commit, [idea])
+                    keys.add(idea.key)
+        return keys, commit
+
+    def share_code(self, on: list[Idea]) -> None:
+        """Merge more patches with those of a new row, so that later rows have its code too."""
+        patches = [idea for idea in on if idea.diff]
+        own = {idea.key for idea in patches}
+        if not own or not all(idea.settings for idea in patches) or any(own <= keys for keys, _ in self.merged):
+            return
+        with suppress(ConfigError):  # they conflict, which `arm` reports
+            keys, commit = self.merge_more(patches, self.wanted)
+            is_same = self.short_digest(commit) == self.short_digest(self.head)
+            self.merged.append((keys, commit) if is_same else (own, merge(self.head, patches)))
 
     def short_digest(self, commit: str | None) -> str:
         """Return `state/digest` of a short run of the baseline's settings with the code of a commit, or its error."""
@@ -263,11 +289,18 @@ class Screen:
                 return f"has {ratio:.3f} times the {name} of the baseline, of which {limit:g} are allowed"
         return ""
 
-    def arm(self, on: list[Idea]) -> Arm:
-        """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes."""
-        patches = [idea for idea in on if idea.diff]
-        are_merged = patches and all(idea.key in self.common for idea in patches)
-        code = self.trees.folder(self.merged if are_merged else merge(self.head, patches))
+    def code_of(self, on: list[Idea]) -> str | None:
+        """Return the commit of the code with some ideas on; raise ConfigError if their patches conflict."""
+        own = {idea.key for idea in on if idea.diff}
+        shared = (commit for keys, commit in self.merged if own and own <= keys)
+        return next(shared, None) or merge(self.head, on)
+
+    def arm(self, on: list[Idea], commit: str | None = None) -> Arm:
+        """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes.
+
+        `commit` is by default `code_of` the ideas.
+        """
+        code = self.trees.folder(commit or self.code_of(on))
         words = [*self.baseline.words, *(word for idea in on for word in idea.settings)]
         return Arm.resolve(code, self.baseline.launch, words, self.lab, is_judged=code != self.baseline.code)
 
@@ -326,11 +359,15 @@ class Screen:
     def start(self, row: Row) -> Job:
         """Return the run of a row, after removing from it ideas that cannot be on together."""
         on = [*map(self.record.idea, row.ideas)]
+        if not row.run:
+            self.share_code(on)
         while True:
             try:
-                arm = self.arm(on)
+                row.code = row.code or self.code_of(on)
+                arm = self.arm(on, row.code)
                 break
             except (ConfigError, RunError):
+                row.code = None
                 if len(on) < 2:
                     raise
                 pair = self.find_pair(on)
@@ -371,33 +408,32 @@ class Screen:
                     elif job.is_finished():
                         if job in self.jobs.outcomes:  # it was trained now
                             self.durations.append(time.monotonic() - start_time)
-                        runs = self.unscored.setdefault(arm.code, [])
-                        runs.append((row, arm))
-                        if len(runs) >= SCORED_AT_ONCE or not arm.is_judged:
-                            scoring.append(pool.submit(self.score, self.unscored.pop(arm.code)))
+                        self.unscored.append((row, arm))
+                        if len(self.unscored) >= SCORED_AT_ONCE or not arm.is_judged:
+                            scoring.append(pool.submit(self.score, self.unscored))
+                            self.unscored = []
                     self.num_ended += 1
                     self.save()
                     print(self.describe(row), file=sys.stderr)
             finally:
-                scoring += [pool.submit(self.score, runs) for runs in self.unscored.values()]
+                scoring.append(pool.submit(self.score, self.unscored))
                 wait(scoring)
                 self.save()
             for future in scoring:
                 future.result()  # raises what scoring raised
 
     def score(self, runs: list[tuple[Row, Arm]]) -> None:
-        """Set the losses of finished rows whose runs have the same code."""
-        rows, arms = zip(*runs, strict=True)
+        """Set the losses of finished rows."""
         try:
-            scores = judge.score(self.baseline, arms[0], [Run(self.lab / "runs" / row.run) for row in rows])
-            for row, score in zip(rows, scores, strict=True):
+            scores = judge.score(self.baseline, [(arm, Run(self.lab / "runs" / row.run)) for row, arm in runs])
+            for (row, _), score in zip(runs, scores, strict=True):
                 row.loss, row.failure = (None if score.problem else score.loss), score.problem
         except RunError as error:
             if len(runs) > 1:  # the others are not to blame
                 for one in runs:
                     self.score([one])
             else:
-                rows[0].failure = str(error)
+                runs[0][0].failure = str(error)
 
     def describe(self, row: Row) -> str:
         """Return a line about a row that has ended."""

@@ -109,9 +109,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def fake_scorer(baseline, arm, runs):
+def fake_scorer(baseline, runs):
     """In place of tools/experiment/scorer.py, which needs torch."""
-    return [{"loss": run.newest_metrics()["val/loss"], "entropy": 0.5, "problem": ""} for run in runs]
+    return [{"loss": run.newest_metrics()["val/loss"], "entropy": 0.5, "problem": ""} for _, run in runs]
 
 
 @pytest.fixture

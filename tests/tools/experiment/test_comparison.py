@@ -253,8 +253,8 @@ def test_problem_found_by_the_judge_is_failed(run_experiment, write_patch, monke
 def test_loss_of_changed_code_is_the_judges(run_experiment, write_patch, monkeypatch):
     """The patch logs half of the excess loss."""
 
-    def measure(baseline, arm, runs):
-        return [one | {"loss": one["loss"] + 0.2} for one in fake_scorer(baseline, arm, runs)]
+    def measure(baseline, runs):
+        return [one | {"loss": one["loss"] + 0.2} for one in fake_scorer(baseline, runs)]
 
     monkeypatch.setattr(judge, "run_scorer", measure)
     found = run_experiment(write_patch("x.patch", "EFFECT = 40", "EFFECT = 20"))

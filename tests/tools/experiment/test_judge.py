@@ -86,9 +86,9 @@ def judged(request, tmp_path_factory):
         run = folder / trick.replace(" ", "-")
         own = ["--name", run.name, "--out_dir", str(folder), "--model.trick", trick]
         subprocess.run([*program, f"{run}-rows", *WORDS, *own], env=environment(), check=True)
-        requests.append({"run": str(run), "words": WORDS, "settings": {}, "sessions": [[0, 1]]})
+        requests.append({"code": str(code), "run": str(run), "words": WORDS, "settings": {}, "sessions": [[0, 1]]})
         requests[-1]["rows"] = [f"{run}-rows.0"]
-    scorer = [sys.executable, "-m", "tools.experiment.scorer", str(ROOT), str(code)]
+    scorer = [sys.executable, "-m", "tools.experiment.scorer", str(ROOT)]
     lines = "\n".join(map(json.dumps, requests))
     done = subprocess.run(scorer, cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -276,14 +276,14 @@ def test_wrong_patches(before, after, message, run_experiment, write_patch):
 
 
 def test_crash_in_the_scorer_fails_one_run(run_experiment, write_patch, monkeypatch):
-    """Runs of one code are scored together, and one by one if that fails."""
+    """Runs are scored together, and one by one if that fails."""
     together = []
 
-    def crash(baseline, arm, runs):
+    def crash(baseline, runs):
         together.append(len(runs))
         if len(runs) > 1 or len([size for size in together if size == 1]) == 1:
             raise RunError("its runs cannot be scored")
-        return fake_scorer(baseline, arm, runs)
+        return fake_scorer(baseline, runs)
 
     monkeypatch.setattr(judge, "run_scorer", crash)
     write_patch.setting("one", 1, 0.7)
@@ -292,13 +292,12 @@ def test_crash_in_the_scorer_fails_one_run(run_experiment, write_patch, monkeypa
 
 
 def test_problem_found_by_the_judge_is_a_failure(run_experiment, write_patch, monkeypatch):
-    def judge_runs(baseline, arm, runs):
-        cheats = arm.settings.get("model.effect_one") == 0.1
-        return [answer | {"problem": "depends on later tokens"} if cheats else answer
-                for answer in fake_scorer(baseline, arm, runs)]  # fmt: skip
+    def judge_runs(baseline, runs):
+        cheats = [arm.settings.get("model.effect_one") == 0.1 for arm, _ in runs]
+        problems = [{"problem": "depends on later tokens" if cheat else ""} for cheat in cheats]
+        return [answer | problem for answer, problem in zip(fake_scorer(baseline, runs), problems, strict=True)]
 
     monkeypatch.setattr(judge, "run_scorer", judge_runs)
-    monkeypatch.setattr(screen, "SCORED_AT_ONCE", 1)
     patch = write_patch.setting("one", 1, 0.1)
     result = run_experiment(patch, SHAM, A, runs=24)
     assert by_idea(result)[patch] == "failed" and by_idea(result)[A] == "better"
