@@ -82,6 +82,8 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
         "WORLD_SIZE: several processes": environment.get("WORLD_SIZE", "1") != "1",
         "exact: true": config.exact,
         "compile: true": config.compile,
+        # torch restores a GPU's generator before it recomputes a block, but not MPS's: the gradients would be wrong.
+        "activation_checkpointing: true with dropout": config.activation_checkpointing and config.model.dropout > 0,
     }
     return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, found in unsupported.items() if found]
 

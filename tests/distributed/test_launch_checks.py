@@ -213,6 +213,7 @@ def test_mac_gpu_needs_an_explicit_choice(monkeypatch):
     assert launch_checks.launch_problems(chosen, TrainConfig()) == []
     two = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500")
     refused = [(TrainConfig(exact=True), {}), (TrainConfig(compile=True), {}), (TrainConfig(), two)]
+    refused += [(TrainConfig(activation_checkpointing=True), {})]
     for config, launched in refused:
         (problem,) = launch_checks.launch_problems(chosen | launched, config)
         assert problem.startswith("ACCELERATE_TORCH_DEVICE: mps, but ")

@@ -34,13 +34,16 @@ group_timeouts: list[timedelta] = []
 """Timeouts of the NCCL groups of this process, in order of creation."""
 
 
-def build() -> Path:
+def build(*flags: str) -> Path:
     """Compile fake_cuda.cpp, once for each version of torch and of the source, and return the library.
+
+    The flag `-DFAKE_MPS` makes it an Apple GPU.
 
     Raises:
         RuntimeError: there is no C++ compiler, or it fails.
     """
-    key = sha256(SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
+    what = [SOURCE.read_bytes(), torch.__version__.encode(), sys.version.encode(), *map(str.encode, flags)]
+    key = sha256(b"".join(what)).hexdigest()[:16]
     library = Path(cpp_extension.get_default_build_root(), f"fake_cuda_{key}", "fake_cuda_ext.so")
     if library.exists():
         return library
@@ -48,8 +51,9 @@ def build() -> Path:
     unfinished = library.with_suffix(f".{os.getpid()}")
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     (libraries,) = cpp_extension.library_paths()
-    command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-std=c++20", "-O1", "-w", str(SOURCE), "-o"]
-    command += [str(unfinished), "-DTORCH_EXTENSION_NAME=fake_cuda_ext", *(f"-isystem{path}" for path in includes)]
+    command = [cpp_extension.get_cxx_compiler(), "-shared", "-fPIC", "-std=c++20", "-O1", "-w", *flags]
+    command += [str(SOURCE), "-o", str(unfinished)]
+    command += ["-DTORCH_EXTENSION_NAME=fake_cuda_ext", *(f"-isystem{path}" for path in includes)]
     command += [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -61,12 +65,18 @@ def build() -> Path:
     return library
 
 
+def load(*flags: str) -> types.ModuleType:
+    """Compile fake_cuda.cpp and load it into this process, which then has its devices."""
+    spec = importlib.util.spec_from_file_location("fake_cuda_ext", build(*flags))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def install(replace_inductor: bool = True) -> None:
     """Replace torch's CUDA in this process; a second call only counts the visible devices again."""
     if not hasattr(torch.cuda, "fake"):
-        spec = importlib.util.spec_from_file_location("fake_cuda_ext", build())
-        torch.cuda.fake = ext = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(ext)
+        torch.cuda.fake = ext = load()
         ext.set_hook(note)
         patch_torch_cuda(ext)
         patch_nccl(ext)

@@ -1,7 +1,8 @@
-// A CUDA device whose memory is the host's and whose kernels are the CPU's; see README.md.
+// A CUDA device whose memory is the host's and whose kernels are the CPU's; see README.md. With -DFAKE_MPS, an Apple GPU.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/MPSHooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
@@ -12,6 +13,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ApproximateClock.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -24,6 +26,18 @@
 namespace py = pybind11;
 using at::Tensor;
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
+
+#ifdef FAKE_MPS
+#define BACKEND MPS
+using HooksInterface = at::MPSHooksInterface;
+#else
+#define BACKEND CUDA
+using HooksInterface = at::CUDAHooksInterface;
+#endif
+static constexpr auto TYPE = DeviceType::BACKEND;
+static constexpr auto KEY = c10::DispatchKey::BACKEND;
+
+static bool on_device(const Tensor& tensor) { return tensor.device().type() == TYPE; }
 
 static DeviceIndex device_count = 1;
 static thread_local DeviceIndex current_device = 0;
@@ -83,8 +97,8 @@ static void synchronize(const std::string& detail) {
 // ---- Devices and streams: everything runs at once, on the default stream ----
 
 struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return DeviceType::CUDA; }
-  Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
+  DeviceType type() const override { return TYPE; }
+  Device getDevice() const override { return Device(TYPE, current_device); }
   Device exchangeDevice(Device device) const override {
     auto old = getDevice();
     uncheckedSetDevice(device);
@@ -99,7 +113,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   }
   DeviceIndex deviceCount() const noexcept override { return device_count; }
   Stream getStream(Device device) const noexcept override {
-    return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, device.index() < 0 ? current_device : device.index()));
+    return Stream(Stream::DEFAULT, Device(TYPE, device.index() < 0 ? current_device : device.index()));
   }
   Stream getDefaultStream(Device device) const override { return getStream(device); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
@@ -115,7 +129,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void*) const override { synchronize("event"); }
   void synchronizeDevice(const DeviceIndex) const override { synchronize("device"); }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard);
+C10_REGISTER_GUARD_IMPL(BACKEND, FakeGuard);
 
 // ---- Memory ----
 
@@ -150,7 +164,7 @@ struct DeviceMemory final : c10::Allocator {
     auto allocation = new Allocation{nullptr, size};
     if (size) TORCH_CHECK(!posix_memalign(&allocation->data, 512, size), "CUDA out of memory");
     count_bytes(size);
-    return {allocation->data, allocation, &release, Device(DeviceType::CUDA, current_device)};
+    return {allocation->data, allocation, &release, Device(TYPE, current_device)};
   }
   static void release(void* context) {
     auto allocation = (Allocation*)context;
@@ -185,12 +199,12 @@ static void reallocate(const Tensor& tensor, size_t size) {
   storage->set_nbytes(size);
 }
 
-// ---- Random generators, and what else torch asks CUDA for ----
+// ---- Random generators, and what else torch asks a device for ----
 
 struct FakeGenerator : at::CPUGeneratorImpl {
   explicit FakeGenerator(DeviceIndex index) : at::CPUGeneratorImpl(c10::default_rng_seed_val) {
-    device_ = Device(DeviceType::CUDA, index);
-    key_set_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+    device_ = Device(TYPE, index);
+    key_set_ = c10::DispatchKeySet(KEY);
   }
 };
 static at::Generator& default_generator(DeviceIndex index) {
@@ -202,35 +216,41 @@ static at::Generator& default_generator(DeviceIndex index) {
   return generators.at(index < 0 ? current_device : index);
 }
 
-struct FakeHooks final : at::CUDAHooksInterface {
-  explicit FakeHooks(at::CUDAHooksArgs) {}
+struct FakeHooks final : HooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count > 0; }
-  bool hasCUDA() const override { return device_count > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(DeviceIndex index) const override {
     return at::make_generator<FakeGenerator>(index < 0 ? ::current_device : index);
   }
-  Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, ::current_device); }
+  Device getDeviceFromPtr(void*) const override { return Device(TYPE, ::current_device); }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
-  c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   DeviceIndex deviceCount() const override { return device_count; }
-  int getNumGPUs() const override { return device_count; }
-  DeviceIndex current_device() const override { return ::current_device; }
   DeviceIndex getCurrentDevice() const override { return ::current_device; }
   void setCurrentDevice(DeviceIndex index) const override { ::current_device = index; }
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(::current_device, index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
     return index < 0 ? ::current_device : exchangeDevice(index);
   }
+#ifdef FAKE_MPS
+  bool hasMPS() const override { return true; }
+  bool isOnMacOSorNewer(unsigned, unsigned) const override { return true; }
+  c10::Allocator* getMPSDeviceAllocator() const override { return &device_memory; }
+  void deviceSynchronize() const override { synchronize("device"); }
+#else
+  bool hasCUDA() const override { return device_count > 0; }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
+  int getNumGPUs() const override { return device_count; }
+  DeviceIndex current_device() const override { return ::current_device; }
   void deviceSynchronize(DeviceIndex) const override { synchronize("device"); }
   long versionRuntimeCuDNN() const override { return 0; }  // a CUDA build asks before it chooses a kernel of attention
+#endif
 };
 
-// ---- One memory, seen as a CPU tensor or as a CUDA tensor ----
+// ---- One memory, seen as a CPU tensor or as a tensor of the device ----
 
 static Tensor with_shape_of(const Tensor& like, c10::Storage storage, c10::DispatchKey key) {
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
@@ -241,7 +261,7 @@ static c10::Storage make_storage(size_t size, c10::DataPtr data, c10::Allocator*
   return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size, std::move(data), allocator, true);
 }
 static Tensor as_cpu(const Tensor& tensor) {  // valid while `tensor` is
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  if (!tensor.defined() || !on_device(tensor)) return tensor;
   auto& storage = tensor.storage();
   c10::DataPtr data(const_cast<void*>(storage.data()), Device(DeviceType::CPU));
   auto cpu_storage = make_storage(storage.nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU));
@@ -251,7 +271,12 @@ static Tensor as_cpu(const Tensor& tensor) {  // valid while `tensor` is
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) result.unsafeGetTensorImpl()->set_wrapped_number(true);
   return result;
 }
-static Tensor as_cuda(const Tensor& tensor, Device device) {  // keeps the storage of `tensor` alive
+static void check_dtype(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(TYPE != DeviceType::MPS || dtype != at::kDouble, "Cannot convert a MPS Tensor to float64 dtype as the "
+      "MPS framework doesn't support float64. Please use float32 instead.");
+}
+static Tensor as_device(const Tensor& tensor, Device device) {  // keeps the storage of `tensor` alive
+  check_dtype(tensor.scalar_type());
   struct Kept { c10::Storage storage; };
   auto size = tensor.storage().nbytes();
   count_bytes(size);
@@ -260,7 +285,7 @@ static Tensor as_cuda(const Tensor& tensor, Device device) {  // keeps the stora
     delete (Kept*)context;
   };
   c10::DataPtr data(const_cast<void*>(tensor.storage().data()), new Kept{tensor.storage()}, release, device);
-  return with_shape_of(tensor, make_storage(size, std::move(data), &device_memory), c10::DispatchKey::CUDA);
+  return with_shape_of(tensor, make_storage(size, std::move(data), &device_memory), KEY);
 }
 
 // ---- Every operation without an implementation of its own below: run the CPU's kernel on the same memory ----
@@ -271,35 +296,42 @@ static const std::set<std::string> SYNCHRONIZING = {"aten::nonzero", "aten::mask
 // These accept indices on the CPU, and look for the true elements of a bool index on the host.
 static const std::set<std::string> INDEXING = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"};
 
+static std::set<std::string> operations;  // names of those that ran
+static std::mutex operations_mutex;
+
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& schema = op.schema();
   auto num_arguments = schema.arguments().size(), first_argument = stack->size() - num_arguments;
   std::string name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
   bool knows_size = name == "aten::repeat_interleave.Tensor" && !stack->back().isNone();
   if (SYNCHRONIZING.count(name) && !knows_size) synchronize(name);
-  std::vector<Tensor> cuda_tensors, cpu_tensors;
+  {
+    std::lock_guard lock(operations_mutex);
+    operations.insert(name);
+  }
+  std::vector<Tensor> device_tensors, cpu_tensors;
   std::optional<Device> device;
   auto to_cpu = [&](const Tensor& tensor) -> Tensor {
     if (!tensor.defined()) return tensor;
     if (tensor.is_cpu()) {
       TORCH_CHECK(!tensor.dim() || INDEXING.count(name), "Expected all tensors to be on the same device, but found at "
-          "least two devices, cuda and cpu: ", name, " was given a CPU tensor of shape ", tensor.sizes());
+          "least two devices, ", TYPE, " and cpu: ", name, " was given a CPU tensor of shape ", tensor.sizes());
       if (tensor.dim()) report("copy", name + " with an index on the CPU");
       return tensor;
     }
     TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at "
         "least two devices, ", *device, " and ", tensor.device(), ": ", name);
     device = tensor.device();
-    cuda_tensors.push_back(tensor);
+    device_tensors.push_back(tensor);
     return cpu_tensors.emplace_back(as_cpu(tensor));
   };
-  // The CPU's kernels draw from a CPU generator, which gets the state of the CUDA generator for the call.
-  std::vector<std::pair<at::Generator, at::Generator>> generators;  // CUDA's, CPU's
-  auto to_cpu_generator = [&](at::Generator cuda) {
-    TORCH_CHECK(cuda.device().is_cuda(), "Expected a 'cuda' device type for generator but found 'cpu': ", name);
+  // The CPU's kernels draw from a CPU generator, which gets the state of the device's generator for the call.
+  std::vector<std::pair<at::Generator, at::Generator>> generators;  // the device's, the CPU's
+  auto to_cpu_generator = [&](at::Generator own) {
+    TORCH_CHECK(own.device().type() == TYPE, "Expected a '", TYPE, "' device type for generator but found 'cpu': ", name);
     auto cpu = at::detail::createCPUGenerator();
-    cpu.set_state(cuda.get_state());
-    generators.emplace_back(cuda, cpu);
+    cpu.set_state(own.get_state());
+    generators.emplace_back(own, cpu);
     return cpu;
   };
   for (size_t i = 0; i < num_arguments; i++) {
@@ -316,27 +348,27 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         tensors.push_back(tensor ? std::optional<Tensor>(to_cpu(*tensor)) : std::nullopt);
       }
       value = tensors;
-    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+    } else if (value.isDevice() && value.toDevice().type() == TYPE) {
       device = value.toDevice();
       value = Device(DeviceType::CPU);
     } else if (value.isGenerator()) value = to_cpu_generator(value.toGenerator());
     else if (value.isNone() && schema.arguments()[i].name() == "generator") value = to_cpu_generator(default_generator(-1));
   }
   if (generators.empty() && op.hasTag(at::Tag::nondeterministic_seeded)) {  // such as dropout
-    auto cpu = at::detail::getDefaultCPUGenerator(), cuda = default_generator(-1);
+    auto cpu = at::detail::getDefaultCPUGenerator(), own = default_generator(-1);
     auto cpu_state = cpu.get_state();
-    cpu.set_state(cuda.get_state());
+    cpu.set_state(own.get_state());
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-    cuda.set_state(cpu.get_state());
+    own.set_state(cpu.get_state());
     cpu.set_state(cpu_state);
   } else {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  for (auto& [cuda, cpu] : generators) cuda.set_state(cpu.get_state());
-  auto to_cuda = [&](const Tensor& result) -> Tensor {
+  for (auto& [own, cpu] : generators) own.set_state(cpu.get_state());
+  auto to_device = [&](const Tensor& result) -> Tensor {
     if (!result.defined() || !result.is_cpu()) return result;
     for (size_t i = 0; i < cpu_tensors.size(); i++) {  // an argument, changed in place
-      auto& argument = cuda_tensors[i];
+      auto& argument = device_tensors[i];
       if (!result.is_same(cpu_tensors[i])) continue;
       if (result.storage().data() != argument.storage().data() && result.numel()) {  // resized
         reallocate(argument, result.storage().nbytes());
@@ -348,33 +380,33 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     for (size_t i = 0; i < cpu_tensors.size(); i++)  // a view of an argument
       if (result.storage().nbytes() && result.storage().data() == cpu_tensors[i].storage().data())
-        return with_shape_of(result, cuda_tensors[i].storage(), c10::DispatchKey::CUDA);
-    auto owner = device.value_or(Device(DeviceType::CUDA, current_device));
-    return as_cuda(result, owner.has_index() ? owner : Device(DeviceType::CUDA, current_device));
+        return with_shape_of(result, device_tensors[i].storage(), KEY);
+    auto owner = device.value_or(Device(TYPE, current_device));
+    return as_device(result, owner.has_index() ? owner : Device(TYPE, current_device));
   };
   auto first_result = stack->size() - schema.returns().size();
   for (size_t i = first_result; i < stack->size(); i++) {
     auto& value = (*stack)[i];
-    if (value.isTensor()) value = to_cuda(value.toTensor());
+    if (value.isTensor()) value = to_device(value.toTensor());
     else if (value.isTensorList()) {
       std::vector<Tensor> tensors;
-      for (const Tensor& tensor : value.toTensorList()) tensors.push_back(to_cuda(tensor));
+      for (const Tensor& tensor : value.toTensorList()) tensors.push_back(to_device(tensor));
       value = tensors;
     }
   }
 }
 
-// ---- Operations of which CUDA differs: allocation, copies, and views of CUDA storages ----
+// ---- Operations of which a device differs: allocation, copies, and views of its storages ----
 
 static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   auto to = as_cpu(self), from = as_cpu(source.expand_as(self));
-  if (self.is_cuda() != source.is_cuda()) {
-    auto& host = self.is_cuda() ? source : self;
+  if (on_device(self) != on_device(source)) {
+    auto& host = on_device(self) ? source : self;
     bool pinned = is_pinned(host.storage().data()), asynchronous = pinned && non_blocking;
-    std::string detail = c10::str(self.is_cuda() ? "host to device, " : "device to host, ", pinned ? "pinned" : "pageable",
+    std::string detail = c10::str(on_device(self) ? "host to device, " : "device to host, ", pinned ? "pinned" : "pageable",
         non_blocking ? ", " : ", blocking, ", self.scalar_type());
-    if (!asynchronous) self.is_cuda() ? report("copy", detail) : synchronize(detail);
-    else if (source.is_cuda()) {
+    if (!asynchronous) on_device(self) ? report("copy", detail) : synchronize(detail);
+    else if (on_device(source)) {
       auto bytes = at::empty_like(to).copy_(from);
       if (to.is_non_overlapping_and_dense()) memset(to.data_ptr(), 0xCD, to.nbytes());
       std::lock_guard lock(copies_mutex);
@@ -404,17 +436,19 @@ struct OnDevice {  // sets the current device for an allocation
   }
   ~OnDevice() { current_device = old; }
 };
-static const c10::DispatchKeySet CUDA_KEYS(c10::DispatchKey::CUDA);
+static const c10::DispatchKeySet DEVICE_KEYS(KEY);
 static Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                     std::optional<Device> device, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   OnDevice on(device);
-  return at::detail::empty_generic(sizes, &device_memory, CUDA_KEYS, c10::dtype_or_default(dtype), format);
+  check_dtype(c10::dtype_or_default(dtype));
+  return at::detail::empty_generic(sizes, &device_memory, DEVICE_KEYS, c10::dtype_or_default(dtype), format);
 }
 static Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                             std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
   OnDevice on(device);
-  return at::detail::empty_strided_generic(sizes, strides, &device_memory, CUDA_KEYS, c10::dtype_or_default(dtype));
+  check_dtype(c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(sizes, strides, &device_memory, DEVICE_KEYS, c10::dtype_or_default(dtype));
 }
 static const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat>) {
   auto concrete = C10_AS_INTARRAYREF_SLOW(sizes);
@@ -462,14 +496,14 @@ static const auto replaced_kernels = [] {
   c10::WarningUtils::WarningHandlerGuard guard(&ignore);  // torch warns once in a process that a kernel is replaced
   std::vector<c10::RegistrationHandleRAII> handles;
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (auto& name : dispatcher.getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA))
+  for (auto& name : dispatcher.getAllOpNamesForDispatchKey(KEY))
     if (name.getNamespace() == "aten")
-      handles.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA,
+      handles.push_back(dispatcher.registerImpl(name, KEY,
           c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr, "fake_cuda.cpp"));
   return handles;
 }();
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+TORCH_LIBRARY_IMPL(aten, BACKEND, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("resize_", resize_);
@@ -484,10 +518,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage);
 }
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, BACKEND, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 // ---- NCCL: gloo on the same memory ----
 
+#ifndef FAKE_MPS
 using namespace c10d;
 struct FakeTimer : Timer {
   explicit FakeTimer(Device) {}
@@ -621,11 +656,18 @@ struct FakeNCCL : Backend {
   }
 };
 
+#endif
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  c10::SetAllocator(DeviceType::CUDA, &device_memory, 200);
+  c10::SetAllocator(TYPE, &device_memory, 200);
   // torch caches its hooks before this module can register others. Neither class has data: replace the table of methods.
-  static FakeHooks hooks{at::CUDAHooksArgs()};
-  *(void**)const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks()) = *(void**)&hooks;
+  static FakeHooks hooks;
+#ifdef FAKE_MPS
+  auto& replaced = at::detail::getMPSHooks();
+#else
+  auto& replaced = at::detail::getCUDAHooks();
+#endif
+  *(void**)const_cast<HooksInterface*>(&replaced) = *(void**)&hooks;
   m.def("set_count", [](int count) { device_count = count; });
   m.def("set_hook", [](py::object hook) { event_hook = hook.release().ptr(); });
   m.def("record", [](bool on) { recording = on; });
@@ -644,6 +686,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("live_bytes", [] { return live_bytes.load(); });
   m.def("peak_bytes", [] { return peak_bytes.load(); });
   m.def("reset_peak", [] { peak_bytes = live_bytes.load(); });
+  m.def("operations", [] { return operations; });
+#ifndef FAKE_MPS
   py::class_<FakeNCCL, c10::intrusive_ptr<FakeNCCL>, Backend>(m, "FakeNCCL")
       .def(py::init<c10::intrusive_ptr<Backend>, int, int>());
+#endif
 }
