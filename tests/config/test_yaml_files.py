@@ -12,7 +12,6 @@ from evaluate import EvaluateConfig
 from run.stored_settings import read_settings
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, thinned
-from tools.compare import CompareConfig
 
 WORDS = "010 1:30 1e3 1.0 1e-3 12e5 1_000 0x10 +5 .5 010.5 yes True off .inf nan 1e999 2020-01-01 = <<".split()
 ODD = ["~a", "null", "a: b", "a #b", "#a", "'a", '"', "- a", "[1]", "{a", "*a", "&a", "%"]
@@ -148,8 +147,6 @@ def test_missing_argument_has_one_message():
         parse_tool(SampleConfig, "tool.py", ["--run"])
     with pytest.raises(ConfigError, match=r"^run: missing; it must be a string$"):
         parse_tool(SampleConfig, "tool.py", [])
-    with pytest.raises(ConfigError, match=r"^runs: missing; name at least one$"):
-        parse_tool(CompareConfig, "tool.py", [])
 
 
 def test_setting_given_twice_in_a_file_is_refused(tmp_path):

@@ -13,6 +13,8 @@ import yaml
 from scipy import stats
 
 from cli import scripts
+from config.errors import ConfigError
+from config.parser import parse_tool
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 from tools import compare, plot
 from tools.compare import CompareConfig, ComparedRun, main, p_values_against_best
@@ -458,3 +460,8 @@ def test_commands_of_comparing_page_work(runs):
     for shown in outputs[:2]:
         assert "\noptimizer.lr 0.01 " in shown
     assert "\noptimizer.lr 0.0005, from step 4 " in outputs[4]
+
+
+def test_no_run_is_refused():
+    with pytest.raises(ConfigError, match=r"^runs: missing; name at least one$"):
+        parse_tool(CompareConfig, "tool.py", [])
