@@ -230,6 +230,26 @@ def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
     assert any({one, three} <= {*row} for row in run_experiment.rows())
 
 
+def test_runs_share_code_although_patches_conflict(run_experiment, write_patch):
+    """`other` conflicts with `one`: a run has the code of all patches without the one or without the other."""
+    texts = [write_patch.setting(name, line, 0.9) for name, line in (("one", 1), ("other", 1), ("two", 2))]
+    run_experiment.hook(STOP)
+    run_experiment(*texts, runs=24, error=SystemExit)
+    stopped = {row["run"] for row in run_experiment.record()["rows"] if row["loss"] is None}
+    run_experiment.hook("")
+    run_experiment(*texts, runs=24)
+    assert stopped and stopped <= {*run_experiment.started()}, "after a stop a run has another code"
+    rows = run_experiment.record()["rows"]
+    codes = {texts[0]: set(), texts[1]: set()}
+    for row, on in zip(rows, run_experiment.rows(), strict=True):
+        for text in codes.keys() & {*on}:
+            codes[text].add(row["code"])
+    assert all(len(found) == 1 for found in codes.values()) and codes[texts[0]] != codes[texts[1]]
+    assert {row["code"] for row, on in zip(rows, run_experiment.rows(), strict=True) if texts[2] in on} <= set.union(
+        *codes.values()
+    )
+
+
 def test_patch_that_changes_the_default_is_named(run_experiment, write_patch):
     write_patch.setting("good", 1, 0.7)
     bad = write_patch.setting("bad", 2, 0.7, default="0.95")
