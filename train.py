@@ -39,9 +39,9 @@ from model.gpt import GPTModel
 from model.loss import MetricSums
 from run import trackers
 from run.directory import Run
-from run.load import LoadedModel, copy_initial_weights
+from run.load import copy_initial_weights
 from run.reporting import Reporter
-from run.resolve import resolve
+from run.resolve import GivenModels, resolve
 from run.resume import StartingPoint
 from run.start import check_run, open_run, record_outcome
 from run.summary import summary
@@ -52,7 +52,7 @@ from training.evaluation import check_finite_val_loss, evaluate
 from training.generations import sample_texts
 from training.gradients import backward, complete_gradients, first_backward, loss_scale, trainable_parameters
 from training.optimizer import apply_schedules, build_optimizer, learning_rates
-from training.prepare_model import prepare_network
+from training.prepare_model import add_teacher, prepare_network
 from training.profiler import step_profiler
 from training.results import Results
 from training.schedule import scheduled_value, should_compare_replicas, should_evaluate, should_log, should_save
@@ -76,14 +76,14 @@ def main(config: TrainConfig) -> None:
         # What a process can check alone is checked first, before the process group exists.
         check_launch(config)
         trackers.check(config)
-        config, corpus, initial_model = resolve(config, run)  # loads the data, fills in settings that are null
+        config, corpus, models = resolve(config, run)  # loads the data, fills in settings that are null
         check_run(run, config)
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
         stop_signal = StopSignal()  # installs the handlers
         start = open_run(run, config, accelerator)
         if start.step < config.steps:
-            train(config, corpus, run, start, accelerator, stop_signal, initial_model)
+            train(config, corpus, run, start, accelerator, stop_signal, models)
         else:
             check_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
@@ -98,14 +98,14 @@ def train(
     start: StartingPoint,
     accelerator: Accelerator,
     stop_signal: StopSignal,
-    initial_model: LoadedModel | None,
+    models: GivenModels,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together.
 
     `state.network` is the bare model, and `state.model` is what Accelerate made of it, such as DDP.
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    state = build_state(config, run, accelerator, initial_model)
+    state = build_state(config, run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
@@ -272,16 +272,16 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     state.results.register_names(metrics)
 
 
-def build_state(
-    config: TrainConfig, run: Run, accelerator: Accelerator, initial_model: LoadedModel | None
-) -> TrainState:
+def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: GivenModels) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
-    if initial_model:
-        copy_initial_weights(network, initial_model)
+    if models.initial:
+        copy_initial_weights(network, models.initial)
     prepare_network(network, config, device)  # tf32, torch.compile, activation checkpointing, chunked loss
+    if models.teacher:
+        add_teacher(network, models.teacher.model, config, device)
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
     reducer = None
     if config.exact or config.cuda_graph:

@@ -52,7 +52,7 @@ from run.resolve import resolve
 from training.block_stats import total_norm
 from training.gradients import trainable_parameters
 from training.optimizer import build_optimizer
-from training.prepare_model import prepare_network
+from training.prepare_model import add_teacher, prepare_network
 from training.results import Results
 from training.state import GradientReducer, TrainState
 
@@ -151,7 +151,7 @@ class Verification:
             # 0 stays 0: there may be no validation data
             "evaluation.every": config.evaluation.every and config.steps // 2,
         }
-        self.config, self.corpus, _ = resolve(config.replace(**short))
+        self.config, self.corpus, self.models = resolve(config.replace(**short))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         self.shards = num_shards(self.accelerator)
@@ -244,6 +244,8 @@ class Verification:
         torch.manual_seed(self.config.seed)
         network, optimizer = self.build()
         prepare_network(network, self.config, self.device)  # compilation and chunks change the bits
+        if self.models.teacher:
+            add_teacher(network, self.models.teacher.model, self.config, self.device)
         model = Autocast(network, self.accelerator)
         order = self.corpus.global_batches(self.config)
         size = self.config.micro_batch_size

@@ -86,6 +86,31 @@ class DataConfig(Settings):
         return problems
 
 
+class TeacherConfig(Settings):
+    """A frozen model that the trained one learns to imitate (distillation, Hinton et al. 2015, arXiv:1503.02531)."""
+
+    path: str | None = None
+    """A run, a checkpoint, a folder in transformers' format (GPT-2 or Qwen3) or a name on the Hub, with the vocabulary
+    of the trained model. Its logits for a whole micro-batch are in memory. null: no teacher."""
+
+    hash: str | None = None
+    """Hash that the weights of the teacher must have. null: filled in when the run first starts, so that the run cannot
+    be resumed with another teacher."""
+
+    weight: Annotated[float, Ge(0), Le(1)] = 0.5
+    """The training objective is (1 - weight) x cross-entropy + weight x temperature^2 x KL divergence from the
+    teacher's next-token distributions. train/loss and val/loss are the cross-entropy, and train/teacher_kl and
+    val/teacher_kl the divergence."""
+
+    temperature: PositiveFloat = 1.0
+    """Divisor of the logits of both models in the KL divergence."""
+
+    def problems(self) -> list[str]:
+        """List the settings that have no effect without a teacher."""
+        unused = self.model_dump(exclude_defaults=True) if self.path is None else {}
+        return [f"teacher.{name}: {value} needs a teacher; set teacher.path" for name, value in unused.items()]
+
+
 class OptimizerConfig(Settings):
     """The optimizer."""
 
@@ -319,6 +344,7 @@ class TrainConfig(Settings):
 
     model: GPTConfig = Field(default_factory=GPTConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -350,6 +376,7 @@ class TrainConfig(Settings):
         return [
             *(self.model.problems() if has_model else []),
             *self.data.problems(),
+            *self.teacher.problems(),
             *self.tracking.problems(),
             *self._path_problems(),
             *(self._model_problems() if has_model else []),

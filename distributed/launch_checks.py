@@ -14,7 +14,9 @@ from config.schema import TrainConfig
 from distributed.launch import TORCH_DEVICE, env_flag
 
 # Paths, and settings that change no result: each machine may have its own.
-MAY_DIFFER_BY_MACHINE = {"out_dir", "resume", "branch_from", "init_from", "data.path", "data.num_workers"}
+MAY_DIFFER_BY_MACHINE = {
+    *("out_dir", "resume", "branch_from", "init_from", "teacher.path", "data.path", "data.num_workers"),
+}
 NVIDIA_DEVICES = "/dev/nvidia[0-9]*"
 # Launch settings that belong to train.py or are not supported: the environment variable by which `accelerate launch`
 # passes them on, the supported values (the first one is the default), and the remedy for any other value.

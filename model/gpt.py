@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerativeModel, KVCache
-from model.loss import NextTokenLoss, soft_cap
+from model.loss import NextTokenLoss, SoftTargets, soft_cap
 from model.seeds import derive_seed
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, see rope_tables
@@ -160,8 +160,25 @@ class Output(NamedTuple):
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
+class Teacher:
+    """A frozen model from which another one learns (`teacher.path`); it belongs to no nn.Module, so it is never saved.
+
+    `model` is a GPTModel in eval mode without gradients, `weight` and `temperature` are settings.
+    """
+
+    def __init__(self, model: "GPTModel", weight: float, temperature: float):
+        self.model, self.weight, self.temperature = model, weight, temperature
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> SoftTargets:
+        logits_BTV = self.model(input_ids, attention_mask, position_ids=position_ids).logits
+        return SoftTargets(logits_BTV.flatten(0, 1), self.weight, self.temperature)
+
+
 class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
+
+    Attributes:
+        teacher: gives the soft targets of distillation; None: there is no teacher, as always after training.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -181,6 +198,7 @@ class GPTModel(GenerativeModel):
         self.windows = config.windows
         # training/prepare_model.py chooses whether the loss is chunked and compiled.
         self.next_token_loss = NextTokenLoss(config)
+        self.teacher: Teacher | None = None
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model)
@@ -290,7 +308,10 @@ class GPTModel(GenerativeModel):
 
         logits, loss, metrics = None, None, {}
         if labels is not None:
-            loss, metrics = self.next_token_loss(x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary)
+            soft_targets = self.teacher and self.teacher(input_ids, attention_mask, position_ids)
+            loss, metrics = self.next_token_loss(
+                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, soft_targets
+            )
             metrics |= block_metrics
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions

@@ -30,7 +30,10 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     if problems := [f"{name!r} has no model"] if lacks_model else folder_problems(name):  # without a request to the Hub
         raise ConfigError(f"{setting}: {problems[0]}; name {ACCEPTED}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
+    from transformers.utils.logging import set_tqdm_hook
 
+    # "Loading weights", which every process would print; the Hub's progress bars of a download stay.
+    set_tqdm_hook(lambda make_bar, args, options: make_bar(*args, **options | {"disable": True}))
     found = local
     try:
         # The config first, so that the weights of an unsupported model are not downloaded.

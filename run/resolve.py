@@ -17,20 +17,28 @@ from run.tokenizer import check_tokenizer
 NOT_FROM_INITIAL_MODEL = {"dropout"}
 
 
+class GivenModels(NamedTuple):
+    """The models that settings name."""
+
+    initial: LoadedModel | None
+    """That of `init_from`; None without it, or if the run resumes from a checkpoint."""
+    teacher: LoadedModel | None
+    """That of `teacher.path`."""
+
+
 class Resolved(NamedTuple):
-    """A config whose null settings are filled in, and the data and model that were loaded for it."""
+    """A config whose null settings are filled in, and the data and models that were loaded for it."""
 
     config: TrainConfig
     corpus: Corpus
-    initial: LoadedModel | None
-    """The model that `init_from` names; None without `init_from`, or if the run resumes from a checkpoint."""
+    models: GivenModels
 
 
 def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
-    """Fill in settings from the run directory, the initial model, the corpus and the launch.
+    """Fill in settings from the run directory, the given models, the corpus and the launch.
 
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
-    initial model or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
+    given models or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
     """
     initial, needs_initial = None, config.init_from is not None
     if run is not None and (stored := resumed_settings(run.path, config)) is not None:
@@ -50,7 +58,8 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
     config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
     check_consistent(config)  # again, with the settings that are now filled in
-    return Resolved(config, corpus, initial)
+    config, teacher = load_teacher(config, corpus) if config.teacher.path is not None else (config, None)
+    return Resolved(config, corpus, GivenModels(initial, teacher))
 
 
 def check_consistent(config: TrainConfig) -> None:
@@ -65,19 +74,47 @@ def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel
     Raise ConfigError if there is no such model, its weights are not those of `init_hash`, or it contradicts a setting
     that the user gave.
     """
-    if config.exact:  # must precede any computation
-        use_portable_arithmetic()
-    loaded = load_run(str(config.init_from), setting="init_from")
+    config, loaded = load_given_model(config, "init_from", "init_hash")
     initial, given = loaded.model.config, config.model.model_fields_set
     for name in sorted(given - NOT_FROM_INITIAL_MODEL):
         value, initial_value = getattr(config.model, name), getattr(initial, name)
         if value not in (None, initial_value):
             raise ConfigError(f"model.{name}: {value}, but {initial_value} in {config.init_from}; leave it out")
-    digest = hash_weights(loaded.model.state_dict())
-    if config.init_hash not in (None, digest):
-        problem = f"init_hash: {config.init_hash}, but the weights of {config.init_from} have the hash {digest}"
-        raise ConfigError(f"{problem}; set init_hash to the latter, or null")
     kept = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
-    config = config.replace(model=initial.replace(**kept), init_hash=digest)
+    config = config.replace(model=initial.replace(**kept))
     check_consistent(config)
     return config, loaded
+
+
+def load_teacher(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, LoadedModel]:
+    """Load the model that `teacher.path` names; return the config with its weight hash, and the model.
+
+    Raise ConfigError if there is no such model, its weights are not those of `teacher.hash`, or it cannot read the
+    sequences of this run.
+    """
+    config, loaded = load_given_model(config, "teacher.path", "teacher.hash")
+    path, teacher = str(config.teacher.path), loaded.model.config
+    check_tokenizer(path, loaded.tokenizer, None, corpus)
+    if teacher.vocab_size != config.model.vocab_size:
+        problem = f"model.vocab_size: {config.model.vocab_size}, but {teacher.vocab_size} in the teacher {path}"
+        raise ConfigError(f"{problem}; set it to the latter, or choose a teacher with this vocabulary")
+    if config.seq_len > (longest := teacher.max_position_embeddings):
+        problem = f"seq_len: {config.seq_len} is longer than the {longest} positions of the teacher {path}"
+        raise ConfigError(f"{problem}; use at most {longest}")
+    return config, loaded
+
+
+def load_given_model(config: TrainConfig, setting: str, hash_setting: str) -> tuple[TrainConfig, LoadedModel]:
+    """Load the model that `setting` names; return the config with the hash of its weights, and the model.
+
+    Raise ConfigError if there is no such model, or `hash_setting` is another hash.
+    """
+    if config.exact:  # must precede any computation
+        use_portable_arithmetic()
+    path, expected = attrgetter(setting, hash_setting)(config)
+    loaded = load_run(path, setting=setting)
+    digest = hash_weights(loaded.model.state_dict())
+    if expected not in (None, digest):
+        problem = f"{hash_setting}: {expected}, but the weights of {path} have the hash {digest}"
+        raise ConfigError(f"{problem}; set {hash_setting} to the latter, or null")
+    return config.replace(**{hash_setting: digest}), loaded

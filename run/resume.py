@@ -18,15 +18,18 @@ from run.stored_settings import complete_settings, no_such_setting, read_setting
 from training.schedule import SCHEDULES, scheduled_value
 
 # Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared
-# otherwise (steps by the scheduled values, data.path and the paths of data.mix by data.hash, init_from by init_hash).
+# otherwise (steps by the scheduled values, data.path and the paths of data.mix by data.hash, init_from by init_hash,
+# teacher.path by teacher.hash).
 FREE_SETTINGS = {
     *("name", "out_dir", "steps", "resume", "compile", "on_nonfinite", "max_skipped_in_a_row", "check_replicas_every"),
     *("cuda_graph", "timeout_seconds", "activation_checkpointing", "chunked_loss", "stop_after", "profile"),
-    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from"),
+    *("checkpoint", "evaluation", "tracking", "data.num_workers", "data.path", "init_from", "teacher.path"),
 }
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state
 # Filled in when the run starts if they are null.
-RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash", "branch_from"}
+RESOLVED_AT_START = {
+    *("global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash", "teacher.hash", "branch_from"),
+}
 # Settings that a branch must have in common with the checkpoint it starts from, besides those of the model.
 FIXED_IN_BRANCH = {"optimizer.name", *FIXED_SETTINGS}
 
@@ -84,6 +87,8 @@ def differing_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str,
     unresolved = {key for key in RESOLVED_AT_START if given[key] is None}
     if config.init_from is None:
         unresolved.discard("init_hash")  # it will stay null
+    if config.teacher.path is None:
+        unresolved.discard("teacher.hash")
     free = set(FREE_SETTINGS)
     if stored["data.hash"] is None:
         free.discard("data.path")  # it alone identifies data without a hash, such as a source that a fork added
@@ -146,6 +151,7 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
     if config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
     inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
+    inputs += [("teacher.path", config.teacher.path)]
     inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
     run = run.resolve()
     for setting, value in inputs:
@@ -155,8 +161,8 @@ def check_new_run(run: Path, config: TrainConfig) -> None:
         if starts_afresh(config) and path.exists() and run in (path, *path.parents):
             problem = f"{setting}: {value!r} is in the run that --resume never would move aside"
             raise ConfigError(f"{problem}; choose another name")
-        if setting == "init_from" and path == run and path.exists():
-            raise ConfigError(f"init_from: {value!r} is the directory of this run itself; choose another name")
+        if setting in ("init_from", "teacher.path") and path == run and path.exists():
+            raise ConfigError(f"{setting}: {value!r} is the directory of this run itself; choose another name")
 
 
 def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:

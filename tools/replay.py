@@ -113,11 +113,11 @@ def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     os.environ["ACCELERATE_MIXED_PRECISION"] = session.mixed_precision or "no"
     check_launch(config)
     changes = {"branch_from": None, "init_from": None if checkpoint else config.init_from}
-    resolved, corpus, initial = resolve(config.replace(**changes))
+    resolved, corpus, models = resolve(config.replace(**changes))
     accelerator = start_accelerator(resolved)
     if session.threads and accelerator.num_processes == 1:
         torch.set_num_threads(session.threads)
-    state = build_state(resolved, run, accelerator, initial)
+    state = build_state(resolved, run, accelerator, models)
     first, source = 0, "the initial weights"
     if checkpoint:
         path, manifest = checkpoint

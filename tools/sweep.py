@@ -243,7 +243,7 @@ def is_finished(config: TrainConfig) -> bool:
     """
     path, now = run_path(config), config.flat()
     stored, completed = read_settings(path / "config.yaml"), Run(path).is_finished(config.steps)
-    checked = ("data.path", "data.mix", "init_from", "branch_from", "steps")
+    checked = ("data.path", "data.mix", "init_from", "branch_from", "teacher.path", "steps")
     if not completed or stored is None or any(stored[name] != now[name] for name in checked):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from config.errors import ConfigError
 from config.schema import TrainConfig
 from model import attention
-from model.gpt import GPTModel
+from model.gpt import GPTModel, Teacher
 from training.cpu_kernels import use_cpu_kernels
 from training.schedule import SCHEDULES
 
@@ -110,3 +110,10 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
             # In place, so that parameters keep their names and DDP does not split the graph at its buckets. With
             # fallback_random dropout is drawn as in eager mode, so that a run may be resumed compiled or not.
             block.compile(options={"fallback_random": True})
+
+
+def add_teacher(network: GPTModel, model: GPTModel, config: TrainConfig, device: torch.device) -> None:
+    """Make `network` learn from `model`, which is frozen and prepared like it."""
+    model = model.to(device).requires_grad_(False)
+    prepare_network(model, config.replace(activation_checkpointing=False), device)
+    network.teacher = Teacher(model, config.teacher.weight, config.teacher.temperature)

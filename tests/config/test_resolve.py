@@ -37,12 +37,12 @@ def test_changed_config_is_validated(changes):
 def test_resolve_fills_in_open_settings():
     given = parse_config([*map(str, TINY_STORIES), "--global_batch_size", "null"])
     before = given.model_dump()
-    config, corpus, initial = resolve(given)
+    config, corpus, models = resolve(given)
     assert given.model_dump() == before
     assert config.model.vocab_size == corpus.vocab_size
     assert config.global_batch_size == given.micro_batch_size
     assert config.data.seed == 0
-    assert initial is None
+    assert models == (None, None)
 
 
 def test_resolve_keeps_given_settings():

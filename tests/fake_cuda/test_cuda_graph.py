@@ -84,6 +84,17 @@ def test_exact_run_on_two_gpus_has_same_bits(two_gpus, folder):
 
 
 @pytest.mark.slow
+def test_graph_distils_same_bits_without_synchronisation(two_gpus, folder):
+    teacher = ["--teacher.path", str(two_gpus().directory)]
+    run, graphed = (
+        train("multi_gpu", 2, *teacher, *graph, out_dir=folder / f"distilled-{len(graph)}") for graph in ([], GRAPH)
+    )
+    assert_same(graphed, run)
+    assert "train/teacher_kl" in metrics(run.directory)[-1] and replays(graphed) > 0
+    assert run.of_kind("sync", "copy", "hazard") == {("event", "training/results.py")}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(GRAPH, []), ([], GRAPH)], ids=["graph first", "graph last"])
 def test_resumes_with_and_without_graph(before, after, two_gpus, folder):
     out_dir = folder / f"resumed-{len(after)}"

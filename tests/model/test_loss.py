@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import NextTokenLoss, differentiate_loss, rows_per_chunk, soft_cap
+from model.loss import NextTokenLoss, SoftTargets, differentiate_loss, rows_per_chunk, soft_cap
 from tests.training.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
@@ -86,7 +86,7 @@ def test_compiled_chunked_loss_equals_whole_loss(fork, backend, monkeypatch):
     torch.compiler.reset()
 
 
-def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False):
+def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False, soft_targets=None):
     """Compare the values and gradients of the whole and the chunked loss, where `loss_of_logits` is a fork's."""
     monkeypatch.setattr(model.loss, "loss_of_logits", FORKS[fork])
     labels, results = make_labels(), []
@@ -95,14 +95,34 @@ def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False):
         loss_function = NextTokenLoss(config, chunked)
         if chunked and compile:
             loss_function.compile()
-        loss, metrics = loss_function(hidden, weight, labels, num_items)
+        loss, metrics = loss_function(hidden, weight, labels, num_items, soft_targets=soft_targets)
         (3 * loss).backward()
         results.append((loss, hidden.grad, weight.grad, *(number for pair in metrics.values() for number in pair)))
-        assert list(metrics) == (["loss", "z_loss"] if fork == "z_loss" else [])
+        names = ["loss"] * (fork == "z_loss" or soft_targets is not None)
+        names += ["z_loss"] * (fork == "z_loss") + ["teacher_kl"] * (soft_targets is not None)
+        assert list(metrics) == names
         assert not any(value.requires_grad for value, _ in metrics.values())
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
     assert results[0][2].norm() > 1e-3
+
+
+@pytest.mark.parametrize("fork", ["cross_entropy", "z_loss"])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 64])
+def test_chunked_distillation_equals_whole_loss(fork, chunk_rows, monkeypatch):
+    monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
+    monkeypatch.setattr(model.loss, "MIN_CHUNK_ROWS", 1)
+    soft_targets = SoftTargets(leaf(27, 37, dtype=torch.float64, seed=3).detach(), 0.7, 2.0)
+    check_chunked_loss(fork, GPTConfig(logit_softcap=2.0), None, monkeypatch, soft_targets=soft_targets)
+
+
+def test_compiled_distillation_equals_uncompiled():
+    compiled = torch.compile(differentiate_loss, backend="aot_eager", fullgraph=True)
+    logits, targets = leaf(27, 37).detach(), make_labels().flatten()
+    arguments = logits, targets, GPTConfig(), True, SoftTargets(leaf(27, 37, seed=3).detach(), 0.7, 2.0)
+    for ours, theirs in zip(compiled(*arguments), differentiate_loss(*arguments), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.compiler.reset()
 
 
 @CAPS
@@ -187,7 +207,7 @@ def test_chunked_loss_computes_gradients_only_if_needed(monkeypatch):
     loss_function, calls = NextTokenLoss(config, chunked=True), []
 
     def differentiate(*arguments):
-        calls.append(arguments[-1])
+        calls.append(arguments[3])
         return differentiate_loss(*arguments)
 
     loss_function.differentiate = differentiate

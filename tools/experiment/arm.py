@@ -121,13 +121,13 @@ def is_shared(name: str) -> bool:
 
 
 def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return hashes of the corpora, and of the weights and moments that init_from and branch_from name.
+    """Return hashes of the corpora, and of the weights and moments that init_from, branch_from and teacher.path name.
 
     A name on the Hub has no hash here.
     """
     corpora = settings.get("data.mix") or filter(None, [settings.get("data.path")])
     hashes = [file_hash(Path(corpus).expanduser() / "metadata.json") for corpus in corpora]
-    for name in ("init_from", "branch_from"):
+    for name in ("init_from", "branch_from", "teacher.path"):
         if settings.get(name) and (folder := Path(settings[name]).expanduser()).is_dir():
             # A manifest has the checksums of its checkpoint; the folder of a model has none.
             files = sorted(folder.rglob("manifest.json")) or sorted(folder.glob("*.safetensors"))
