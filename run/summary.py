@@ -74,6 +74,7 @@ def summary(
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
         "precision": ", ".join(arithmetic),
         "model": parameters,
+        "teacher": model.teacher and f"{config.teacher.path}, {model.teacher.model.num_parameters():,} parameters",
         "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": format_tokens(config, (start.step, start.tokens)),

@@ -12,7 +12,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from config.errors import ConfigError
-from config.schema import DataConfig, TrainConfig
+from config.schema import DataConfig, TeacherConfig, TrainConfig
 from distributed import launch_checks
 from distributed.launch import uses_cpu
 from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
@@ -342,6 +342,17 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
     check({"/here/one": 2.0, "/here/two": 1.0}, {"/there/one": 2.0, "/there/two": 1.0})
     with pytest.raises(ConfigError, match=r"data.mix: \[3.0, 1.0\] in process 0, \[2.0, 1.0\] in process 1"):
         check({"/here/one": 2.0, "/here/two": 1.0}, {"/here/one": 3.0, "/here/two": 1.0})
+
+
+def test_teacher_may_have_another_path_but_not_weights(checked_processes):
+    def check(**teacher):
+        config = TrainConfig(teacher=TeacherConfig(**teacher))
+        launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"))
+
+    check(path="/here", hash="a")
+    check(path="/there", hash="a")
+    with pytest.raises(ConfigError, match="teacher.hash: b in process 0, a in process 1"):
+        check(path="/there", hash="b")
 
 
 @pytest.mark.parametrize("package", ["torch", "accelerate"])

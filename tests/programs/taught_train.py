@@ -1,4 +1,4 @@
-"""Runs train.py, and prints the hash of the teacher's weights as they are after the training."""
+"""Runs train.py, and prints what became of the teacher: the hash of its weights, and whether they have gradients."""
 
 import sys
 from pathlib import Path
@@ -18,4 +18,5 @@ if __name__ == "__main__":
 
     train.add_teacher = add_and_record
     train.main(parse_config())
-    print("hash of the teacher:", hash_weights(models[0].state_dict()))
+    has_gradients = any(parameter.grad is not None for parameter in models[0].parameters())
+    print("teacher after the training:", hash_weights(models[0].state_dict()), has_gradients)

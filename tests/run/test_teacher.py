@@ -14,6 +14,7 @@ from config.parser import parse_config
 from data.corpus import load_corpus
 from run.load import hash_weights, load_run
 from run.resolve import resolve
+from run.resume import check_new_run
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
 from tests.distributed.test_sharding import sharded
 from tests.support import forked
@@ -29,8 +30,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("teacher")
     for name, sizes in {"large": {"n_layer": 3, "n_embd": 24}, "small": {"n_layer": 1, "n_embd": 16}}.items():
         torch.manual_seed(1)
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-        model = AutoModelForCausalLM.from_config(GPT2Config(**SIZES, **sizes, **no_dropout))
+        model = AutoModelForCausalLM.from_config(GPT2Config(**SIZES, **sizes))  # with dropout, in training
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -97,7 +97,8 @@ def test_teacher_is_imitated_and_stays_frozen(made):
     assert rows[-1]["val/teacher_kl"] < rows[3]["val/teacher_kl"]
     weights = load_run(made / "large").model.state_dict()
     stored = yaml.safe_load((run / "config.yaml").read_text())["teacher"]["hash"]
-    assert stored == hash_weights(weights) and f"hash of the teacher: {stored}\n" in done.stdout
+    assert stored == hash_weights(weights) and f"teacher after the training: {stored} False\n" in done.stdout
+    assert f"teacher: {made / 'large'}, " in done.stdout
     assert "Loading weights" not in done.stderr
     saved = {name.removeprefix("model.") for name in tensors(run, 8) if name.startswith("model.")}
     assert saved == load_run(run).model.state_dict().keys(), "the student alone"
@@ -142,6 +143,14 @@ def test_replaced_or_missing_teacher_is_refused(made):
 def test_settings_that_contradict_teacher_are_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
         resolve(parse_config(recipe(made, *settings.split())))
+
+
+def test_teacher_is_not_in_run_directory(made):
+    config = parse_config(recipe(made, "--name", "large", "--out_dir", made))
+    with pytest.raises(ConfigError, match="teacher.path: .* is the directory of this run itself"):
+        check_new_run(made / "large", config)
+    with pytest.raises(ConfigError, match="teacher.path: .* is in the run that --resume never would move aside"):
+        check_new_run(made, config.replace(resume="never"))
 
 
 def test_teacher_with_another_tokenizer_is_refused(made, tmp_path):

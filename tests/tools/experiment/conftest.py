@@ -21,7 +21,7 @@ def refuse(message):
     print(f"train.py: error: {message}", file=sys.stderr)
     sys.exit(2)
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
-    "init_from": None, "branch_from": None,
+    "init_from": None, "branch_from": None, "teacher.path": None,
     "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.effect_d": 1.0,
     "model.sham": 0, "model.big": False, "model.fails": False, "model.x": False, "model.y": False, "model.z": False,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,

@@ -29,7 +29,7 @@ def test_copy_config_files_keeps_names_and_other_words(tmp_path):
     assert open(words[1]).read() == "steps: 3"
 
 
-@pytest.mark.parametrize("setting", ["init_from", "branch_from"])
+@pytest.mark.parametrize("setting", ["init_from", "branch_from", "teacher.path"])
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoints/step-00000004/manifest.json", "manifest.json"])
 def test_changed_initial_weights_are_another_arm(setting, file, run_experiment):
     weights = run_experiment.root / "base" / file
