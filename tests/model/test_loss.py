@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import NextTokenLoss, SoftTargets, differentiate_loss, rows_per_chunk, soft_cap
+from model.loss import NextTokenLoss, SoftTargets, differentiate_loss, distilled_loss, rows_per_chunk, soft_cap
 from tests.training.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
@@ -114,6 +114,13 @@ def test_chunked_distillation_equals_whole_loss(fork, chunk_rows, monkeypatch):
     monkeypatch.setattr(model.loss, "MIN_CHUNK_ROWS", 1)
     soft_targets = SoftTargets(leaf(27, 37, dtype=torch.float64, seed=3).detach(), 0.7, 2.0)
     check_chunked_loss(fork, GPTConfig(logit_softcap=2.0), None, monkeypatch, soft_targets=soft_targets)
+
+
+def test_divergence_from_own_capped_logits_is_zero():
+    logits, targets, config = leaf(27, 37), make_labels().flatten(), GPTConfig(logit_softcap=2.0)
+    for temperature, teacher in ((1.0, soft_cap(logits, 2.0)), (3.0, soft_cap(logits, 2.0)), (1.0, logits)):
+        divergence = distilled_loss(logits, targets, config, SoftTargets(teacher, 0.5, temperature))[1]["teacher_kl"]
+        assert (abs(divergence.item()) < 1e-5) == (teacher is not logits)
 
 
 def test_compiled_distillation_equals_uncompiled():
