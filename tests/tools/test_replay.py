@@ -181,6 +181,15 @@ def test_run_with_init_from_is_replayed(run, tmp_path):
         shutil.move(moved, run)
 
 
+@pytest.mark.slow
+def test_run_with_teacher_is_replayed(run, tmp_path):
+    train(*RECIPE, "--teacher.path", run, "--out_dir", tmp_path, "--name", "taught")
+    shown = replay(tmp_path / "taught", 4)
+    assert "reproduced bitwise (2 digest(s))" in shown
+    row = metrics(tmp_path / "taught")[3]
+    assert mean_loss(shown) == pytest.approx((row["train/loss"] + row["train/teacher_kl"]) / 2, abs=1e-4)
+
+
 def refusal(*words):
     done = forked.run("tools.replay", [str(word) for word in words], 0, environment())
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
