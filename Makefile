@@ -56,7 +56,7 @@ test-repo: test-env ## run the tests of this repository's rules, pages and patch
 
 test-gpu: ## on a machine with a GPU: test and measure, in parts of ten minutes, and print a page; ARGS="--nanogpt PATH"
 	@for wheel in $(wildcard wheels/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel runs/wheels; done; \
-	PYTHONPATH="$(abspath runs/wheels):$$PYTHONPATH" $(GPU_PYTHON) -m tools.benchmark.session $(ARGS)
+	PYTHONPATH="$(abspath runs/wheels):$$PYTHONPATH" $(GPU_PYTHON) -m tools.benchmark session $(ARGS)
 
 bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
 	@for case in $(BENCHMARKS); do .venv/bin/python -m tools.benchmark $$case $(ARGS) || failed="$$failed $$case"; done; \

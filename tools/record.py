@@ -16,7 +16,7 @@ import yaml
 from scipy.stats import sem, t
 
 from run.directory import Run
-from tools.benchmark.cpu import train_command
+from tools.benchmark.programs import train_command
 from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
 
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"

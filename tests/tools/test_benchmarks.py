@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib
 import json
 import re
 import subprocess
@@ -11,15 +10,17 @@ import time
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
+from config.parser import parse_config
 from distributed.cores import available_cores
 from tests.conftest import ROOT, environment
 from tools.benchmark import __main__ as command_line
-from tools.benchmark import cpu, curve, gpu_programs, tables
+from tools.benchmark import cpu, gpu, programs, tables
 from tools.benchmark.__main__ import measure, run_interleaved
-from tools.benchmark.cpu import measure_speed, run_command
+from tools.benchmark.programs import Program
 
 # Tables
 
@@ -128,31 +129,49 @@ def test_failed_case_releases_memory():
     assert run_interleaved(cases, {}, 1)["continues"]["dropped"]
 
 
-def test_run_command_returns_lines_or_reports_exit_code():
-    [(seconds, line)] = run_command([sys.executable, "-c", "print('done')"])
+def test_program_returns_lines_or_reports_exit_code():
+    [(seconds, line)] = Program([sys.executable, "-c", "print('done')"]).run()
     assert line == "done" and seconds > 0
     with pytest.raises(RuntimeError, match="exit code 3\nwhy"):
-        run_command([sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+        Program([sys.executable, "-c", "print('why'); raise SystemExit(3)"]).run()
 
 
-def test_run_command_ends_program_at_line():
-    endless = "import os, time\nprint('pid', os.getpid())\nwhile True: print('[step 1', flush=True); time.sleep(0.01)"
-    (_, first), (_, last) = run_command([sys.executable, "-c", endless], until="[step")
-    assert last == "[step 1" and not psutil.pid_exists(int(first.split()[1]))
-    with pytest.raises(RuntimeError, match="exit code 0\nready"):
-        run_command([sys.executable, "-c", "print('ready')"], until="never")
+def test_speed_is_median_without_warm_up(monkeypatch):
+    """Evaluations on the way and the first two intervals do not count; lines are of ten steps."""
+    lines = [(0.0, "       tokens: 1,024 a step, 51,200 in 50 steps"), (1.0, "[step 0 / 60] val/loss = 9.0")]
+    lines += [(seconds, f"[step {10 * step} / 60] loss = 1") for step, seconds in enumerate((2, 9, 30, 34, 38, 98), 1)]
+    lines += [(99.0, "[step 60 / 60] val/loss = 1.5 val/perplexity = 4"), (99.0, "Training finished.")]
+    monkeypatch.setattr(Program, "run", lambda self: lines)
+    figures = Program([]).train()
+    assert figures["start_seconds"] == 2.0 and figures["seconds_a_step"] == 0.4 and figures["tokens_per_second"] == 2560
 
 
-def test_measure_speed_is_median_without_warm_up(monkeypatch):
-    seconds = [0.0, 9.0, 30.0, 32.0, 34.0, 94.0]
-    lines = [(each, f"[step {step} / 6]") for step, each in enumerate(seconds)]
-    monkeypatch.setattr(cpu, "run_command", lambda *_: [(0.0, "processes: 1"), *lines])
-    assert measure_speed([], tokens=8) == {"tokens_per_second": 4.0, "start_seconds": 0.0}
+def test_both_programs_logs_are_read(monkeypatch):
+    """The third interval contains an evaluation, so its seconds are not those of a step."""
+    ours = [(8.0, "tokens: 100 a step, 4,000 in 40 steps"), (9.0, "[step 0 / 40] val/loss = 9.0 val/perplexity = 1")]
+    ours += [(20.0, "[step 10 / 40] loss = 8.0 lr = 1"), (22.0, "[step 20 / 40] loss = 7.0")]
+    ours += [(29.0, "[step 20 / 40] val/loss = 7.5 (of the data)"), (31.0, "[step 30 / 40] loss = 6.0")]
+    ours += [(33.0, "[step 40 / 40] loss = 6.0"), (34.0, "[step 40 / 40] val/loss = 5.5 val/perplexity = 1")]
+    theirs = [(8.0, "tokens per iteration will be: 100"), (9.0, "step 0: train loss 9.1, val loss 9.0000")]
+    theirs += [(20.0, "iter 10: loss 8.0, time 1ms, mfu 1%"), (22.0, "iter 20: loss 7"), (31.0, "iter 30: loss 1")]
+    theirs.insert(4, (29.0, "step 20: train loss 1.0, val loss 7.5000"))
+    theirs += [(33.0, "iter 40: loss 6"), (34.0, "step 40: train loss 1.0, val loss 5.5000")]
+    for lines in (ours, theirs):
+        monkeypatch.setattr(Program, "run", lambda self, lines=lines: lines)
+        figures = Program([]).train()
+        assert figures["curve"] == [(0, 9.0, 9.0), (20, 29.0, 7.5), (40, 34.0, 5.5)]
+        assert figures["seconds_a_step"] == 0.2 and figures["tokens_per_second"] == 500
+        assert (figures["seconds"], figures["val/loss"], figures["tokens"]) == (34.0, 5.5, 4000)
+        reached = Program([]).train(target=8.0)
+        assert (reached["seconds"], reached["val/loss"], reached["tokens"]) == (29.0, 7.5, 2000)
+    growing = [(1.0, "tokens: 1,024 in step 1, 4,096 from step 9 on, 99,000 in 40 steps"), *ours[1:]]
+    monkeypatch.setattr(Program, "run", lambda self: growing)
+    assert "tokens" not in Program([]).train(), "a batch that grows has no tokens a step"
 
 
 def test_measure_counts_cores_of_other_work(monkeypatch):
     """Of 10 x cores CPU seconds, 21 were busy, 6 of them with the case."""
-    busy_percent = iter([0.0, 210 / psutil.cpu_count()])
+    busy_percent = iter([0.0, 210 / (psutil.cpu_count() or 1)])
     monkeypatch.setattr(psutil, "cpu_percent", lambda: next(busy_percent))
     monkeypatch.setattr(tables, "cpu_seconds", iter([10.0, 16.0]).__next__)
     monkeypatch.setattr(command_line, "time", SimpleNamespace(perf_counter=iter([100.0, 110.0]).__next__))
@@ -162,54 +181,140 @@ def test_measure_counts_cores_of_other_work(monkeypatch):
 # Cases
 
 
-def test_overhead_compares_same_settings(monkeypatch):
-    def run(command, cwd, env):
-        script = next(index for index, word in enumerate(command) if word in ("train.py", "tools.benchmark.bare_loop"))
-        started.append((command[script + 1 :], int(env["OMP_NUM_THREADS"])))
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Return the programs that a case starts, [(group, case, Program)], as on a GPU and with nanoGPT."""
+
+    def run(self):
+        running.append(self)
         raise RuntimeError("it is enough to know what would be started")
 
-    monkeypatch.setattr(cpu, "run_command", run)
-    for _, cases, baselines in cpu.overhead(argparse.Namespace(quick=False, rounds=1)):
-        started = []
-        assert all("enough" in case["error"] for case in run_interleaved(cases, baselines, 1).values())
-        pairs = list(zip(started[::2], started[1::2], strict=True))
-        assert len(pairs) == 2
-        for processes, ((ours, threads), (bare, threads_of_bare)) in enumerate(pairs, start=1):
-            assert ours == bare and "--tracking.log_every" in ours
-            assert threads == threads_of_bare == max(1, available_cores() // processes)
+    def programs_of(module, name):
+        options = argparse.Namespace(quick=False, nanogpt=tmp_path, text=tmp_path, corpus=tmp_path)
+        found = []
+        for group, cases, _ in getattr(module, name)(options):
+            for case, call in cases.items():
+                running.clear()
+                with pytest.raises(RuntimeError, match="it is enough"):
+                    call()
+                found.append((group, case, running[0]))
+        return found
+
+    running = []
+    (tmp_path / "configurator.py").touch()
+    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(programs, "prepare_characters", lambda *_: tmp_path)
+    monkeypatch.setattr(programs, "corpus_tokens", lambda _: {"train": np.array([7, 9, 7]), "val": np.array([9, 40])})
+    monkeypatch.setattr(gpu, "TextCorpus", lambda path: SimpleNamespace(vocab_size=50257))
+    monkeypatch.setattr(gpu, "ON_GPU", True)
+    monkeypatch.setattr(gpu, "WAYS", gpu.WAYS | {"graph": {"compile": True, "cuda_graph": True}})
+    return programs_of
+
+
+def our_config(program, processes=1):
+    """Return the config of a program of this repository, or None for another."""
+    words = program.command
+    scripts = [index for index, word in enumerate(words) if word in ("train.py", "tools.benchmark.bare_loop")]
+    return parse_config(words[scripts[0] + 1 :], processes) if scripts and "--help" not in words else None
+
+
+def peer_settings(program):
+    """Return the settings of a command of nanoGPT."""
+    return dict(word[2:].split("=") for word in program.command if word.startswith("--"))
+
+
+WHOLE = [(cpu, name) for name in command_line.CPU_CASES if name != "generation"]
+WHOLE += [(gpu, name) for name in ("bits", "small_programs", "small_to_loss", "curve")]
+
+
+@pytest.mark.parametrize("module, name", WHOLE, ids=[name for _, name in WHOLE])
+def test_settings_of_cases_are_valid(module, name, started):
+    """The real sizes, which the rehearsals do not train; nanoGPT trains on batches of the same size."""
+    sizes, found = {}, started(module, name)
+    for group, case, program in found:
+        if config := our_config(program, 2 if "2 process" in f"{group}, {case}" else 1):
+            batch = config.global_batch_size or config.micro_batch_size
+            sizes[group] = config.steps, batch * config.seq_len
+    assert sizes
+    for group, case, program in found:
+        if name in ("throughput", "curve") and "nanoGPT" in case + group:
+            theirs = {"block_size": "1024", "gradient_accumulation_steps": "1"} | peer_settings(program)
+            batch = int(theirs["batch_size"]) * int(theirs["gradient_accumulation_steps"])
+            ours = sizes[group if name == "throughput" else "ours, its recipe"]
+            assert (int(theirs["max_iters"]), batch * int(theirs["block_size"])) == ours
+
+
+def test_overhead_compares_same_settings(started):
+    found = started(cpu, "overhead")
+    assert len(found) == 8
+    for (group, ours, program), (same_group, bare, loop) in zip(found[::2], found[1::2], strict=True):
+        processes = 2 if "2 processes" in ours else 1
+        assert group == same_group and bare == f"bare loop, {ours.partition(', ')[2]}"
+        assert our_config(program, processes) == our_config(loop, processes)
+        assert "--tracking.log_every" in program.command
+        assert program.env == loop.env == {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+
+
+def test_throughput_compares_same_precision_and_compilation(started, monkeypatch):
+    for _, case, program in started(cpu, "throughput"):
+        compiled, in_bf16 = "compiled" in case, "bfloat16" in case
+        if config := our_config(program):
+            assert config.compile == compiled and ("ACCELERATE_MIXED_PRECISION" in program.env) == in_bf16
+        else:
+            theirs = peer_settings(program)
+            assert theirs["compile"] == str(compiled) and theirs["dtype"] == ("bfloat16" if in_bf16 else "float32")
+            assert ("-c" in program.command) == in_bf16, "autocast is added"
+    monkeypatch.setattr(Program, "train", lambda self: {})
+    options = argparse.Namespace(quick=False, nanogpt=None)
+    for _, cases, baselines in cpu.throughput(options):
+        for case in cases:
+            assert baselines[case][0] == case.replace("ours", "nanoGPT"), "compiled against compiled"
+
+
+def test_nanogpt_trains_on_tokens_of_corpus(started, monkeypatch, tmp_path):
+    options = argparse.Namespace(quick=False, nanogpt=tmp_path)
+    program = programs.nanogpt(options, tmp_path / "one", {"dtype": "float32"}, corpus=tmp_path)
+    data = program.cwd / "data" / "text"
+    assert np.fromfile(data / "train.bin", np.uint16).tolist() == [0, 1, 0]
+    assert np.fromfile(data / "val.bin", np.uint16).tolist() == [1, 2]
+    program = programs.nanogpt(options, tmp_path / "two", {"dtype": "float32"}, corpus=tmp_path, vocab_size=64)
+    assert np.fromfile(program.cwd / "data" / "text" / "val.bin", np.uint16).tolist() == [9, 40]
 
 
 def test_results_are_written_until_budget_ends(monkeypatch, tmp_path):
+    """The first group is measured although the preparation has taken the time."""
+
     def groups(options):
         for name in ("first", "second", "third"):
             yield name, {"case": lambda: {"seconds": 1.0}}, {}
             written.append(tables.read_result("memory"))
-            if name == "second":
-                monkeypatch.setattr(command_line, "STARTED", float("-inf"))
 
     written = []
-    monkeypatch.setattr(importlib.import_module("tools.benchmark.cpu"), "memory", groups)
+    monkeypatch.setattr(cpu, "memory", groups)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(command_line, "STARTED", time.monotonic())  # this process has run for minutes
-    options = argparse.Namespace(rounds=2, quick=False, resume=False, budget_seconds=1000.0)
+    monkeypatch.setattr(command_line, "STARTED", time.monotonic() - 100)
+    options = argparse.Namespace(rounds=2, quick=False, resume=False, budget_seconds=1.0)
     figures, left_out = command_line.run_case("memory", options)
-    assert [list(each["figures"]) for each in written] == [["first"], ["first", "second"], ["first", "second"]]
-    assert figures["second"]["case"]["seconds"] == [1.0, 1.0] and written[-1]["left_out"] == left_out == ["third"]
-    monkeypatch.setattr(command_line, "STARTED", time.monotonic())
+    assert [list(each["figures"]) for each in written] == [["first"]] * 3
+    assert figures["first"]["case"]["seconds"] == [1.0, 1.0]
+    assert written[-1]["left_out"] == left_out == ["second", "third"]
+    options.budget_seconds = 1000.0
+    assert list(command_line.run_case("memory", options)[0]) == ["first", "second", "third"]
     options.quick = True
-    assert list(command_line.run_case("memory", options)[0]) == ["first", "second"]
-    assert tables.read_result("memory") == written[2], "--quick writes nothing"
+    assert list(command_line.run_case("memory", options)[0]) == ["first"]
+    assert len(tables.read_result("memory")["figures"]) == 3, "--quick writes nothing"
 
 
 def test_resume_measures_missing_and_failed_groups(monkeypatch, tmp_path):
     def groups(options):
         for name in ("kept", "failed", "missing"):
-            yield name, {"case": lambda name=name: called.append(name) or {"seconds": 1.0}}, {}
+            cases = {"case": lambda name=name: called.append(name) or {"seconds": 1.0}}
+            yield name, cases | ({"nanoGPT": lambda: {}} if options.nanogpt else {}), {}
 
-    monkeypatch.setattr(importlib.import_module("tools.benchmark.cpu"), "memory", groups)
+    monkeypatch.setattr(cpu, "memory", groups)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(command_line, "STARTED", time.monotonic())
-    options = argparse.Namespace(rounds=1, quick=False, resume=True, budget_seconds=1000.0)
+    options = argparse.Namespace(rounds=1, quick=False, resume=True, budget_seconds=1000.0, nanogpt=None)
     called = []
     tables.write_result("memory", {"kept": {"case": {"seconds": [9.0]}}, "failed": {"case": {"error": "no"}}}, [])
     figures, _ = command_line.run_case("memory", options)
@@ -218,59 +323,46 @@ def test_resume_measures_missing_and_failed_groups(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "machine", lambda: {"gpu": "another", "cpu": "", "cores": 1})
     command_line.run_case("memory", options)
     assert called[2:] == ["kept", "failed", "missing"], "figures of another machine are not kept"
-
-
-def test_curve_reads_logs_of_both_programs(monkeypatch):
-    """The third interval contains an evaluation, so its seconds are not those of a step."""
-    ours = [(9.0, "[step 0 / 40] val/loss = 9.0 val/perplexity = 1"), (20.0, "[step 10 / 40] loss = 8.0 lr = 1")]
-    ours += [(22.0, "[step 20 / 40] loss = 7.0"), (29.0, "[step 20 / 40] val/loss = 7.5 (of the data)")]
-    ours += [(31.0, "[step 30 / 40] loss = 6.0"), (33.0, "[step 40 / 40] loss = 6.0")]
-    ours += [(34.0, "[step 40 / 40] val/loss = 5.5 val/perplexity = 1")]
-    theirs = [(9.0, "step 0: train loss 9.1, val loss 9.0000"), (20.0, "iter 10: loss 8.0, time 1ms, mfu 1%")]
-    theirs += [(22.0, "iter 20: loss 7"), (29.0, "step 20: train loss 1.0, val loss 7.5000"), (31.0, "iter 30: loss 1")]
-    theirs += [(33.0, "iter 40: loss 6"), (34.0, "step 40: train loss 1.0, val loss 5.5000")]
-    for lines in (ours, theirs):
-        monkeypatch.setattr(curve, "run_command", lambda *_, lines=lines: lines)
-        figures = curve.train_and_watch([], step_tokens=100)
-        assert figures["curve"] == [[0, 9.0, 9.0], [20, 29.0, 7.5], [40, 34.0, 5.5]]
-        assert figures["seconds_a_step"] == 0.2 and figures["tokens_per_second"] == 500
-        assert figures["seconds"] == 34.0 and figures["val/loss"] == 5.5
+    command_line.run_case("memory", options)
+    assert len(called) == 5
+    options.nanogpt = tmp_path
+    command_line.run_case("memory", options)
+    assert len(called) == 8, "nor groups without a case that is to be measured now"
 
 
 def test_bits_fail_if_digests_differ(monkeypatch):
-    digests = iter(["a", "a", "b", "a"])
-    commands = []
-    monkeypatch.setattr(gpu_programs, "run_command", lambda command, env: commands.append(command))
-    monkeypatch.setattr(
-        gpu_programs, "read_rows", lambda file: [{"state/digest": "first"}, {"state/digest": next(digests)}]
-    )
-    options = argparse.Namespace(quick=True)
-    monkeypatch.setattr(gpu_programs.torch.cuda, "is_available", lambda: True)
-    _, cases, _ = next(gpu_programs.bits(options))
+    digests, commands = iter(["a", "a", "b"]), []
+    monkeypatch.setattr(Program, "run", lambda self: commands.append(self.command))
+    monkeypatch.setattr(gpu, "read_rows", lambda file: [{"state/digest": "first"}, {"state/digest": next(digests)}])
+    monkeypatch.setattr(gpu, "ON_GPU", True)
+    _, cases, _ = next(gpu.bits(argparse.Namespace(quick=False)))
     figures = run_interleaved(cases, {}, 1)
-    assert list(figures) == ["no graph", "graph", "graph, then none", "none, then graph"]
+    assert list(figures) == ["no graph", "graph", "graph, then none"]
     assert figures["graph"]["digest"] == "a" and "digest b, expected a" in figures["graph, then none"]["error"]
     graphs = [command[command.index("--cuda_graph") + 1] for command in commands]
-    assert graphs == ["False", "False", "True", "True", "True", "False", "False", "True"]
+    assert graphs == ["False", "False", "True", "True", "True", "False"]
     steps = [command[command.index("--steps") + 1] for command in commands]
-    assert steps == ["4", "8"] * 4
+    assert steps == ["10", "20"] * 3
 
 
-def test_report_says_when_nanogpts_loss_is_reached(monkeypatch, tmp_path):
-    monkeypatch.setattr(curve, "PICTURE", tmp_path / "curve.png")
-
+def test_curve_says_when_nanogpts_loss_is_reached(monkeypatch, tmp_path):
     def measured(step_seconds, *losses):
         rows = [[40 * index, 99.0, loss] for index, loss in enumerate(losses)]
-        return {"12 x 768": {"seconds_a_step": [step_seconds], "curve": rows}}
+        return {"124M": {"seconds_a_step": [step_seconds], "curve": rows}}
 
     figures = {
         "nanoGPT": measured(1.0, 9.0, 5.0, 4.0),
         "ours": measured(0.5, 9.0, 4.5, 3.5),
         "worse": measured(1.0, 9.0, 6.0),
     }
-    lines = curve.report(figures).splitlines()
-    assert lines[0].endswith("after 80 s (1.00x)") and lines[1].endswith("after 30 s (0.38x)")
-    assert lines[2].endswith("not reached") and (tmp_path / "curve.png").stat().st_size
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "page.md")
+    tables.PAGE.write_text("<!-- curve -->\n<!-- end -->\n")
+    tables.write_result("curve", figures, [])
+    tables.update_page()
+    lines = tables.PAGE.read_text().splitlines()[-4:-1]
+    assert lines[0].endswith("after 80 s (1.00x).") and lines[1].endswith("after 30 s (0.38x).")
+    assert lines[2].endswith("is not reached.") and (tmp_path / "curve.png").stat().st_size
 
 
 def hashes_of_published_files():
@@ -279,7 +371,7 @@ def hashes_of_published_files():
 
 
 @pytest.mark.slow  # each starts a handful of programs
-@pytest.mark.parametrize("name", [name for name in command_line.CASES if name != "gpu"])
+@pytest.mark.parametrize("name", [*command_line.CPU_CASES, *command_line.PARTS])
 def test_quick_run_measures_and_writes_nothing(name):
     before = hashes_of_published_files()
     command = [sys.executable, "-m", "tools.benchmark", name, "--quick"]

@@ -1,6 +1,7 @@
 """`make test-gpu` in parts: order, resumption and the page, with parts that run in no time."""
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -10,77 +11,71 @@ import psutil
 import pytest
 
 from tools.benchmark import __main__ as command_line
-from tools.benchmark import session
+from tools.benchmark import tables
+
+OPTIONS = argparse.Namespace(quick=False, nanogpt=Path("nanoGPT"), budget_seconds=1000.0)
 
 
 @pytest.fixture
-def calls(tmp_path):
-    """Run three parts, of 100 seconds at most, with the exit codes that the test sets; return which were called."""
+def call(tmp_path, monkeypatch, capsys):
+    """Run a session of three cases, of 100 seconds at most, with these exit codes; return which were called."""
+    monkeypatch.setattr(command_line, "PARTS", dict.fromkeys(("one", "two", "three"), 100))
+    monkeypatch.setattr(command_line, "CORPORA", {})
+    monkeypatch.setattr(command_line, "LOGS", tmp_path / "runs" / "gpu")
 
-    class Calls:
-        parts = {name: session.Part(f"what is {name}?", 100, [name]) for name in ("one", "two", "three")}
-        exit_codes = dict.fromkeys(parts, 0)
+    def call(budget_seconds=1000.0, nanogpt="nanoGPT", **exit_codes):
+        called = []
 
-        def __call__(self, budget_seconds=1000.0):
-            called = []
+        def run(command, out, limit_seconds):
+            assert command[1:3] == ["-m", "tools.benchmark"] and "--resume" in command and limit_seconds >= 100
+            called.append(out.name)
+            call.commands.append(command)
+            Path(f"{out}.txt").write_text(f"the result of {out.name}\n")
+            Path(f"{out}.log").write_text(f"the log of {out.name}\n")
+            return exit_codes.get(out.name, 0)
 
-            def run(part, out):
-                [name] = part.command
-                called.append(name)
-                out.with_suffix(".txt").write_text(f"the result of {name}\n")
-                out.with_suffix(".log").write_text(f"the log of {name}\n")
-                return self.exit_codes[name]
+        monkeypatch.setattr(command_line, "STARTED", time.monotonic())
+        options = argparse.Namespace(quick=False, nanogpt=Path(nanogpt), budget_seconds=budget_seconds)
+        call.exit_code, call.page = command_line.run_session(options, run), capsys.readouterr().out
+        return called
 
-            self.results = session.run_parts(self.parts, tmp_path, budget_seconds, run)
-            return called
-
-        def page(self):
-            return session.render(self.parts, self.results, tmp_path)
-
-    return Calls()
-
-
-def test_parts_run_in_order_until_time_is_over(calls):
-    assert calls(budget_seconds=0) == ["one"], "the first always runs"
-    assert "| two | what is two? | not run |" in calls.page() and "the result of two" not in calls.page()
-    assert calls(budget_seconds=150) == ["two", "three"], "each took no time"
-    assert calls() == []
-    page = calls.page()
-    assert page.index("the result of one") < page.index("the result of two") < page.index("the result of three")
-    assert page.count("| done, 0 s |") == 3 and "the log of" not in page
+    call.commands = []
+    return call
 
 
-def test_failed_part_is_tried_again_after_the_others(calls):
-    calls.exit_codes = {"one": 1, "two": session.RUN_AGAIN, "three": 124}
-    assert calls() == ["one", "two", "three"]
-    page = calls.page()
-    assert "| one | what is one? | failed, 0 s |" in page and "the log of one" in page
-    assert "| two | what is two? | unfinished, 0 s |" in page and "the log of two" not in page
-    assert "| three | what is three? | failed: time limit, 0 s |" in page
-    calls.exit_codes["two"] = 0
-    assert calls() == ["two", "one", "three"] and calls() == ["one", "three"]
+def test_parts_run_in_order_until_time_is_over(call):
+    assert call(budget_seconds=0) == ["one"] and call.exit_code == 75, "the first always runs"
+    assert "## two: not run" in call.page and "the result of two" not in call.page
+    assert call(budget_seconds=150) == ["two", "three"] and call.exit_code == 0, "each took no time"
+    assert call.commands[-1][-1] in ("49", "50"), "no group of a part starts that may end too late"
+    assert call() == []
+    assert call.page.index("result of one") < call.page.index("result of two") < call.page.index("result of three")
+    assert call.page.count(": done\n") == 3 and "the log of" not in call.page
 
 
-def test_other_gpu_or_command_begins_new_page(calls, monkeypatch):
-    calls()
-    calls.parts["two"] = calls.parts["two"]._replace(command=["three"])
-    assert calls() == ["one", "three", "three"]
-    machine = session.tables.machine()
-    monkeypatch.setattr(session.tables, "machine", lambda: machine | {"gpu": "NVIDIA Other"})
-    assert calls() == ["one", "three", "three"] and calls.page().startswith("# NVIDIA Other, torch ")
+def test_failed_part_is_tried_again_after_the_others(call):
+    assert call(one=1, two=75, three=124) == ["one", "two", "three"] and call.exit_code == 1
+    assert "## one: failed\n" in call.page and "the log of one" in call.page
+    assert "## two: unfinished\n" in call.page and "the log of two" not in call.page
+    assert "## three: failed: time limit\n" in call.page
+    assert call(one=1, three=124) == ["two", "one", "three"] and call(two=1) == ["one", "three"]
+    assert call.exit_code == 0
 
 
-def test_part_without_its_corpus_is_named(calls, tmp_path):
-    calls.parts["two"] = calls.parts["two"]._replace(needs=tmp_path / "corpus")
-    assert calls() == ["one", "three"] and f"| two | what is two? | needs {tmp_path / 'corpus'} |" in calls.page()
+def test_other_gpu_or_arguments_begin_new_page(call, monkeypatch):
+    call()
+    assert call(nanogpt="elsewhere") == ["one", "two", "three"] and call(nanogpt="elsewhere") == []
+    machine = tables.machine()
+    monkeypatch.setattr(tables, "machine", lambda: machine | {"gpu": "NVIDIA Other"})
+    assert call(nanogpt="elsewhere") == ["one", "two", "three"] and call.page.startswith("# NVIDIA Other, torch ")
+
+
+def test_part_without_its_corpus_is_named(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_line, "CORPORA", {"two": tmp_path / "corpus"})
+    assert call() == ["one", "three"] and f"## two: needs {tmp_path / 'corpus'}\n" in call.page
+    assert call.exit_code == 0
     (tmp_path / "corpus").mkdir()
-    assert calls() == ["two"]
-
-
-def test_only_lines_that_matter_are_shown(calls):
-    calls.parts["one"] = calls.parts["one"]._replace(shown="nothing like it")
-    calls()
-    assert "the result of one" not in calls.page() and "the result of two" in calls.page()
+    assert call() == ["two"]
 
 
 def test_part_ends_with_its_programs_at_its_limit(tmp_path):
@@ -89,8 +84,7 @@ def test_part_ends_with_its_programs_at_its_limit(tmp_path):
     part = (
         f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {program!r}]); print(p.pid, flush=True)"
     )
-    part = session.Part("", 5, [sys.executable, "-c", f"{part}; p.wait()"])
-    assert session.run_part(part, tmp_path / "part") == 124
+    assert command_line.run_part([sys.executable, "-c", f"{part}; p.wait()"], tmp_path / "part", 5) == 124
     child = int((tmp_path / "part.txt").read_text())
     for _ in range(100):
         if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
@@ -100,38 +94,41 @@ def test_part_ends_with_its_programs_at_its_limit(tmp_path):
 
 
 def test_parts_are_valid_commands_within_ten_minutes(monkeypatch, tmp_path):
-    """Each is parsed by the program that it starts, and ends in time."""
-    options = argparse.Namespace(quick=False, nanogpt=Path("nanoGPT"), corpora=tmp_path)
+    """Each is parsed by the program that it starts, and a group of it ends in time."""
+    assert max(command_line.PARTS.values()) < 590
     monkeypatch.setattr(command_line, "run_case", lambda name, options: parsed.append((name, options)) or ({}, []))
-    monkeypatch.setattr(command_line.tables, "section", lambda name: "")
-    monkeypatch.setattr(command_line.tables, "render_page", command_line.tables.PAGE.read_text)
+    monkeypatch.setattr(tables, "section", lambda name: "")
+    monkeypatch.setattr(tables, "update_page", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    parsed = []
-    for name, part in session.build_parts(options).items():
-        assert part.limit_seconds <= 590
-        if part.command[1:3] == ["-m", "tools.benchmark"]:
-            monkeypatch.setattr(sys, "argv", ["tools.benchmark", *part.command[3:]])
-            assert command_line.main() == 0
-            case, options_of_case = parsed[-1]
-            assert case == name and options_of_case.resume and options_of_case.budget_seconds < part.limit_seconds
+    monkeypatch.setattr(command_line, "LOGS", tmp_path)
+    monkeypatch.setattr(command_line, "CORPORA", {name: tmp_path for name in command_line.CORPORA})
+    commands, parsed = [], []
+
+    def run(command, out, limit_seconds):
+        commands.append(command)
+        Path(f"{out}.txt").touch()
+        return 0
+
+    monkeypatch.setattr(command_line, "STARTED", time.monotonic())
+    assert command_line.run_session(OPTIONS, run) == 0
+    monkeypatch.setattr(command_line.torch.cuda, "is_available", lambda: True)
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", ["tools.benchmark", *command[3:]])
+        assert command_line.main() == 0
+    assert [name for name, _ in parsed] == list(command_line.PARTS)
+    assert all(options.resume and options.nanogpt for _, options in parsed)
+    rounds = {name: options.rounds for name, options in parsed}
+    assert rounds == dict.fromkeys(command_line.PARTS, 3) | {"bits": 1, "tests": 1, "curve": 1}, "no median of two"
 
 
-def test_exit_code_says_whether_to_run_again(monkeypatch, tmp_path, capsys):
-    def command(code):
-        return [sys.executable, "-c", f"print('printed'); raise SystemExit({code})"]
-
-    def main(**exit_codes):
-        parts = {name: session.Part("", 60, command(code)) for name, code in exit_codes.items()}
-        monkeypatch.setattr(session, "build_parts", lambda options: parts)
-        return session.main()
-
+def test_session_needs_gpu_or_quick(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command_line, "LOGS", tmp_path / "new" / "folder")
+    monkeypatch.setattr(command_line, "PARTS", {"generation": 100})
+    monkeypatch.setattr(command_line.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(session.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["session", "--out", str(tmp_path / "new" / "folder"), "--budget_seconds", "0"])
+    monkeypatch.setattr(sys, "argv", ["tools.benchmark", "session"])
     with pytest.raises(SystemExit, match="no GPU was found"):
-        main(one=0)
+        command_line.main()
     sys.argv.append("--quick")
-    assert main(one=0) == 0 and "\nprinted\n" in capsys.readouterr().out
-    assert main(one=0, two=0) == session.RUN_AGAIN, "other parts: begun anew, and two is left"
-    assert main(one=0, two=0) == 0
-    assert main(one=session.RUN_AGAIN) == session.RUN_AGAIN and main(one=3) == 1
+    assert command_line.main() == 0 and '"ours": {' in capsys.readouterr().out
+    assert json.loads((command_line.LOGS / "state.json").read_text())["exit_codes"] == {"generation": 0}

@@ -1,35 +1,29 @@
 """A hand-written training loop without Accelerate, data loader, logging and checkpoints.
 
 Take the arguments of train.py, and train the same model with the same optimizer on one batch of random tokens. Print
-a line each log_every steps, and at the end the median time of a step and the increase of peak memory since the
-imports. Under `accelerate launch` with several processes the model is wrapped in DistributedDataParallel. The
-environment variable PEER may name a checkout of nanoGPT, whose model is then trained instead.
+the tokens of a step, a line each log_every steps, and at the end the median time of a step and the increase of peak
+memory since the imports. Under `accelerate launch` with several processes the model is wrapped in
+DistributedDataParallel. The environment variable PEER may name a checkout of nanoGPT, whose model is then trained.
 """
 
-import importlib.util
 import json
 import math
 import os
 import statistics
-import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from config.parser import parse_config
-from config.schema import OptimizerConfig
 from data.corpus import load_corpus
 from distributed.cpu import prepare_cpu
 from distributed.world import is_main_process, num_processes
-from model.config import GPTConfig
 from model.gpt import GPTModel
+from tools.benchmark.programs import nanogpt_model
 from training.optimizer import build_optimizer
 from training.prepare_model import prepare_network
 from training.throughput import peak_memory_bytes
@@ -44,7 +38,7 @@ def main() -> None:
     tokens = torch.randint(config.model.vocab_size or 0, (config.micro_batch_size, config.seq_len))
     torch.manual_seed(config.seed)
     if peer := os.environ.get("PEER"):
-        network, optimizer = build_peer(Path(peer), config.model, config.optimizer)
+        network, optimizer = nanogpt_model(Path(peer), config.model, config.optimizer)
         inputs = tokens, tokens
     else:
         prepare_cpu()
@@ -55,6 +49,8 @@ def main() -> None:
     if processes > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    if is_main_process():
+        print(f"tokens: {tokens.numel() * processes} a step", flush=True)
     times = [time.perf_counter()]
     for step in range(1, config.steps + 1):
         model(*inputs)[1].backward()
@@ -71,24 +67,6 @@ def main() -> None:
     if processes > 1:
         dist.barrier()
     os._exit(0)  # skips the interpreter's exit, where threads of gloo may abort
-
-
-def build_peer(
-    path: Path, config: GPTConfig, optimizer: OptimizerConfig, device: str = "cpu"
-) -> tuple[nn.Module, Optimizer]:
-    """Return nanoGPT's model in the shape of `config`, without biases, and its optimizer."""
-    # Imported under another name, because our package is called `model` too.
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path / "model.py")
-    assert spec, path
-    assert spec.loader, path
-    theirs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
-    sizes = dict(n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.d_model, vocab_size=config.vocab_size)
-    peer = theirs.GPTConfig(block_size=config.max_position_embeddings, dropout=config.dropout, bias=False, **sizes)
-    # On the device: initialising a billion weights takes a CPU many seconds. nanoGPT prints while it does.
-    with torch.device(device), redirect_stdout(sys.stderr):
-        network = theirs.GPT(peer)
-        return network, network.configure_optimizers(optimizer.weight_decay, optimizer.lr, optimizer.betas, device)
 
 
 if __name__ == "__main__":

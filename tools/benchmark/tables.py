@@ -1,8 +1,8 @@
-"""Results of the benchmarks, and the tables of docs/performance.md made from them: python -m tools.benchmark.tables.
+"""Results of the benchmarks, and what is made from them: python -m tools.benchmark.tables.
 
 benchmarks/results/NAME.json holds {group: {case: {quantity: value}}} with the command, machine and versions. A list of
-numbers has the value of each round; anything else is a constant. A table replaces what is between `<!-- NAME -->` and
-`<!-- end -->`.
+numbers has the value of each round; anything else is a constant. The command updates the tables of docs/performance.md,
+each between `<!-- NAME -->` and `<!-- end -->`, and draws benchmarks/results/curve.png if there is a result of `curve`.
 """
 
 import json
@@ -12,6 +12,7 @@ import re
 import resource
 import sys
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -23,22 +24,22 @@ from checkpoint.provenance import provenance
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
-SPEED, STEP, PEAK = {"tokens_per_second": "tokens/s"}, {"seconds_a_step": "seconds/step"}, {"peak_mib": "peak, MiB"}
-KERNELS = {"milliseconds_a_step": "ms of kernels", "launches_a_step": "kernels", "peak_gib": "peak, GiB"}
+SPEED, SECONDS, LOSS = {"tokens_per_second": "tokens/s"}, {"seconds": "seconds"}, "validation loss, nats/"
+KERNELS = {"kernel_milliseconds": "ms of kernels", "kernels": "kernels", "peak_gib": "peak, GiB"}
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
-    "time_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character", "tokens": "tokens"},
-    "memory": PEAK | STEP,
-    "curve": SPEED | {"val/loss": "last validation loss, nats/token", "seconds": "seconds from the launch"},
-    **dict.fromkeys(("small_models", "small_batches"), SPEED | KERNELS),
-    "bits": {"digest": "digest", "seconds": "seconds"},
-    "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
-    "small_to_loss": {"seconds": "seconds", "val/loss": "validation loss, nats/character"},
+    "time_to_loss": SECONDS | {"val/loss": f"{LOSS}character", "tokens": "tokens"},
+    "memory": {"peak_mib": "peak, MiB", "seconds_a_step": "seconds/step"},
     "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
+    **dict.fromkeys(("small_models", "small_batches"), SPEED | KERNELS),
+    "bits": {"digest": "digest"} | SECONDS,
+    "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
+    "small_to_loss": SECONDS | {"val/loss": f"{LOSS}character"},
+    "tests": {"summary": "summary"},
+    "curve": SPEED | {"val/loss": f"last {LOSS}token", "seconds": "seconds from the launch"},
 }
-SAME = ("machine", "gpu"), ("machine", "cpu"), ("versions", "torch"), ("versions", "code")  # to resume a result
+NO_RATIO = {"val/loss", "flops_per_second", "mfu"}
 MANY = 6  # from this number of rounds on, ranges are interquartile
-NO_RATIO = {"digest", "val/loss", "tokens", "flops_per_second", "mfu"}
 
 
 def machine() -> dict[str, str | int | float]:
@@ -84,10 +85,10 @@ def failed(cases: dict[str, dict]) -> bool:
 
 def kept_figures(name: str) -> Figures:
     """Return the groups without an error of a result that this code measured on a machine like this one."""
-    record, here = read_result(name), {"machine": machine(), "versions": provenance()}
-    if any(record.get(key, {}).get(fact) != here[key].get(fact) for key, fact in SAME):
-        return {}
-    return {group: cases for group, cases in record["figures"].items() if not failed(cases)}
+    record, here, versions = read_result(name), machine(), provenance()
+    same = all(record.get("machine", {}).get(fact) == here.get(fact) for fact in ("gpu", "cpu"))
+    same = same and all(record.get("versions", {}).get(fact) == versions[fact] for fact in ("torch", "code"))
+    return {group: cases for group, cases in record["figures"].items() if same and not failed(cases)}
 
 
 def format_value(value: object, unit: str = "") -> str:
@@ -108,7 +109,7 @@ def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
     ratios = []
     for name in case.get("against", []):
         ours, theirs = case.get(quantity), cases.get(name, {}).get(quantity)
-        if isinstance(ours, list) and isinstance(theirs, list):
+        if isinstance(ours, list) and isinstance(theirs, list) and quantity not in NO_RATIO:
             ratios.append(format_value([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
     return "; ".join(ratios)
 
@@ -120,8 +121,7 @@ def table_rows(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
         for name, case in cases.items():
             row = [group if name == next(iter(cases)) else "", f"{name}: {case['error']}" if "error" in case else name]
             for quantity in quantities:
-                ratio = "" if quantity in NO_RATIO else format_ratios(case, cases, quantity)
-                row += [format_value(case.get(quantity, "")), ratio]
+                row += [format_value(case.get(quantity, "")), format_ratios(case, cases, quantity)]
             rows.append(row)
     used = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
     return [[row[index] for index in used] for row in rows]
@@ -139,7 +139,14 @@ def section(name: str) -> str:
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         caption += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
     header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))
-    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."])
+    lines = [header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."]
+    return "\n".join(lines + ([""] + times_to_peer(record["figures"]) if name == "curve" else []))
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Return the text of a page with what is between `<!-- NAME -->` and `<!-- end -->` replaced."""
+    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return between.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
 
 
 def render_page() -> str:
@@ -151,11 +158,53 @@ def render_page() -> str:
     return text
 
 
-def replace_table(text: str, name: str, table: str) -> str:
-    """Return the text of a page with what is between `<!-- NAME -->` and `<!-- end -->` replaced."""
-    between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    return between.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
+def curves(figures: Figures) -> dict[str, list[tuple[float, float]]]:
+    """Return the evaluations of each program as (seconds of its steps, validation loss)."""
+    return {
+        name: [(step * median(case["seconds_a_step"]), loss) for step, _, loss in case["curve"]]
+        for name, cases in figures.items()
+        for case in cases.values()
+        if "curve" in case
+    }
+
+
+def times_to_peer(figures: Figures) -> list[str]:
+    """Return when each program reaches nanoGPT's last loss, linear between evaluations."""
+    points, lines = curves(figures), []
+    last_seconds, target = points.get("nanoGPT", [(0.0, 0.0)])[-1]
+    for name, losses in points.items():
+        line = f"- {name}: nanoGPT's last loss, {target:.3f}, is not reached."
+        for (start, above), (end, below) in pairwise(losses):
+            if below <= target < above:
+                seconds = start + (end - start) * (above - target) / (above - below)
+                line = line.replace("not reached", f"reached after {seconds:.0f} s ({seconds / last_seconds:.2f}x)")
+                break
+        lines.append(line)
+    return lines
+
+
+def draw_curves() -> None:
+    """Draw the result of `curve`, if there is one and matplotlib is installed."""
+    points = curves(read_result("curve")["figures"])
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    if points:
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        for name, losses in points.items():
+            axes.plot(*zip(*losses[1:], strict=True), marker=".", label=name)  # without that of the initial weights
+        axes.set(xlabel="seconds of training steps", ylabel="validation loss, nats/token", yscale="log")
+        axes.legend()
+        figure.savefig(RESULTS / "curve.png", dpi=120)
+        pyplot.close(figure)
+
+
+def update_page() -> None:
+    """Write the tables of docs/performance.md, and draw the curves."""
+    PAGE.write_text(render_page())
+    draw_curves()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render_page())
+    update_page()
