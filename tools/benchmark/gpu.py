@@ -35,6 +35,7 @@ from model.config import GPTConfig
 from model.gpt import build_on_meta_device
 from run.directory import Run
 from run.metrics_log import read_rows
+from run.resolve import GivenModels
 from tools.benchmark import programs
 from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, nanogpt, ours
 from tools.benchmark.tables import PAGE
@@ -102,8 +103,9 @@ def our_step(config: GPTConfig, tokens: Tensor, micro_batches: int = 1, **settin
     """Build this repository's model and a step of the loop in train.py."""
     settings = {"optimizer": OPTIMIZER, "compile": ON_GPU} | settings
     run = TrainConfig(model=config, schedule=ScheduleConfig(name="constant"), tf32=True, **settings)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=not ON_GPU)
     with DEVICE:  # initialising a billion weights takes a CPU many seconds
-        state = build_state(run, Run(Path()), Accelerator(mixed_precision="bf16", cpu=not ON_GPU), None)
+        state = build_state(run, Run(Path()), accelerator, GivenModels(None, None))
     batches = [{"input_ids": part, "labels": part} for part in tokens.chunk(micro_batches)]
     warm_up(state, batches[0])
     completed_steps = count()
