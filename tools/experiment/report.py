@@ -23,7 +23,7 @@ KIND = "val/excess_loss/"  # prefix of the metrics of kinds of tokens
 
 def analyze(record: Record, lab: Path) -> analysis.Screen:
     """Analyze the runs of a screen that are finished and scored, or have failed."""
-    keys, rows = [*record.ideas], [row for row in record.rows if row.is_done]
+    keys, rows = [*record.ideas], [row for row in record.rows if row.is_done and not fails_by_pair(row, record)]
     on = np.array([[key in row.ideas for key in keys] for row in rows], bool).reshape(len(rows), len(keys))
     losses = np.array([np.nan if row.loss is None else math.log(row.loss) if row.loss > 0 else np.nan for row in rows])
     costs = np.array([run_costs(row, lab) for row in rows]).reshape(len(rows), 4)
@@ -36,6 +36,11 @@ def analyze(record: Record, lab: Path) -> analysis.Screen:
     if control and not math.isnan(control.effect):
         slope = {"compute_slope": math.log1p(control.effect) / math.log(CONTROL_STEPS)}
     return analysis.analyze(names, on, losses, seconds, parameters, flops, whole, **slope)
+
+
+def fails_by_pair(row: Row, record: Record) -> bool:
+    """Return whether a run has two ideas on that fail together, which says nothing about either."""
+    return any({*pair} <= {*row.ideas} for pair in record.failing_pairs())
 
 
 def run_costs(row: Row, lab: Path) -> list[float]:
@@ -85,8 +90,10 @@ def screen_lines(name: str, screen: analysis.Screen, record: Record, lab: Path) 
         failed = str(one.failed or "")
         rows.append([one.idea, percent(one.effect), interval(one), p, q, one.verdict, failed, *cost, percent(equal)])
     failures = {row.failure for row in record.rows if row.failure}
+    num_left_out = sum(fails_by_pair(row, record) for row in record.rows)
+    left_out = f", and {num_left_out} more of ideas that fail together" if num_left_out else ""
     lines = [
-        f"{name}: {screen.runs} runs, {screen.failed} of them failed",
+        f"{name}: {screen.runs} runs, {screen.failed} of them failed{left_out}",
         "",
         *aligned(rows),
         "",
@@ -96,6 +103,8 @@ def screen_lines(name: str, screen: analysis.Screen, record: Record, lab: Path) 
     ]
     lines += [f"failed: {text}" for text in sorted(failures)]
     lines += [f"cannot be on: {one['text']}: {one['failure']}" for one in record.ideas.values() if one["failure"]]
+    for pair in record.failing_pairs():
+        lines.append(f"fail together, and are kept apart: {' and '.join(record.ideas[key]['text'] for key in pair)}")
     for one in screen.interactions[:3]:
         lines.append(
             f"together: {' and '.join(one.ideas)}: {percent(one.effect)} ({interval(one)}) beyond their product"
@@ -113,7 +122,9 @@ def screen_lines(name: str, screen: analysis.Screen, record: Record, lab: Path) 
 def screen_json(name: str, screen: analysis.Screen, record: Record, lab: Path) -> dict[str, Any]:
     """Return the report of a screen as one object."""
     blocked = [{"idea": one["text"], "message": one["failure"]} for one in record.ideas.values() if one["failure"]]
-    return screen.to_json() | {"screen": name, "cannot_be_on": blocked, "kinds": excess_by_kind(record, lab)}
+    apart = [[record.ideas[key]["text"] for key in pair] for pair in record.failing_pairs()]
+    more = {"screen": name, "cannot_be_on": blocked, "fail_together": apart, "kinds": excess_by_kind(record, lab)}
+    return screen.to_json() | more
 
 
 def draw_screen(folder: Path, screen: analysis.Screen) -> Path:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -38,6 +39,7 @@ CONTROL_STEPS = 0.8
 CONTROL = f"control: {100 - 100 * CONTROL_STEPS:.0f}% fewer steps"
 DIGEST_STEPS = 12  # after which merged patches with all ideas off must have the digest of the code without them
 RUNS_PER_IDEA, MORE_RUNS = 4, 8
+FAILED_TOGETHER = 3  # runs after which two ideas are kept apart that fail together, and never alone
 SCORED_AT_ONCE = 4  # runs; for each code, two processes import torch
 PROGRESS_SECONDS = 60
 
@@ -85,6 +87,20 @@ class Record:
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"lab: {file} cannot be read: {error}") from None
+
+    def failing_pairs(self) -> list[tuple[str, str]]:
+        """Return pairs of ideas all of whose runs together have failed, and none with one without the other."""
+        done, found = [row for row in self.rows if row.is_done], []
+        while True:
+            pairs = Counter(pair for row in done if row.failure for pair in combinations(row.ideas, 2))
+            for (a, b), number in pairs.most_common():
+                only = [row for row in done if {a, b} & {*row.ideas}]
+                if number >= FAILED_TOGETHER and all(bool(row.failure) == ({a, b} <= {*row.ideas}) for row in only):
+                    found.append((a, b))
+                    done = [row for row in done if not {a, b} <= {*row.ideas}]  # its failures are explained
+                    break
+            else:
+                return found
 
     def add_idea(self, idea: Idea, failure: str) -> None:
         """Add an idea, which never is on if there is a failure."""
@@ -331,7 +347,8 @@ class Screen:
         """Return the next rows of the design."""
         columns = self.wanted
         before = np.array([[key in row.ideas for key in columns] for row in self.record.rows], bool)
-        exclusive = [(columns.index(a), columns.index(b)) for a, b in self.record.exclusive if {a, b} <= {*columns}]
+        apart = [*self.record.exclusive, *self.record.failing_pairs()]
+        exclusive = [(columns.index(a), columns.index(b)) for a, b in apart if {a, b} <= {*columns}]
         num_rows = len(self.record.rows)
         new = extend_design(before.reshape(num_rows, len(columns)), self.num_runs - num_rows, exclusive=exclusive)
         return [
@@ -345,13 +362,14 @@ class Screen:
             if not row.is_done:
                 yield self.start(row)
         planned: list[Row] = []
+        num_apart = 0
         while len(self.record.rows) < self.num_runs and self.is_time_left():
-            if self.find_ideas() or not planned:
+            new_ideas, was_apart = self.find_ideas(), num_apart
+            num_apart = len(self.record.exclusive) + len(self.record.failing_pairs())
+            if new_ideas or num_apart != was_apart or not planned:
                 planned = self.plan()
-            row, num_exclusive = planned.pop(0), len(self.record.exclusive)
+            row = planned.pop(0)
             job = self.start(row)
-            if len(self.record.exclusive) > num_exclusive:
-                planned = []
             self.record.rows.append(row)
             self.save()
             yield job

@@ -230,6 +230,28 @@ def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
     assert any({one, three} <= {*row} for row in run_experiment.rows())
 
 
+def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
+    """Neither is to blame, and their runs are in no column."""
+    run_experiment(A, B, SHAM, runs=6)
+    content = run_experiment.record()
+    keys = {idea["text"]: key for key, idea in content["ideas"].items()}
+    for seed in range(6, 6 + screen.FAILED_TOGETHER):
+        on = [keys[text] for text in ([A, B, SHAM] if seed == 6 else [A, B])]
+        content["rows"].append({"seed": seed, "ideas": on, "run": "x", "failure": "does not fit"})
+    [file] = run_experiment.lab.glob("screens/*/screen.json")
+    file.write_text(json.dumps(content))
+    apart, extend = [], screen.extend_design
+    monkeypatch.setattr(screen, "extend_design", lambda *a, **k: apart.append(k["exclusive"]) or extend(*a, **k))
+    result = run_experiment(A, B, SHAM, runs=40)
+    assert apart and all((0, 1) in pairs for pairs in apart)
+    assert not any({A, B} <= {*row} for row in run_experiment.rows()[9:])
+    assert result["fail_together"] == [[A, B]] and result["failed"] == 0 and result["runs"] == 37
+    assert by_idea(result)[A] == "better" and by_idea(result)[B] == "worse"
+    assert "fail together, and are kept apart: " in run_experiment(A, B, SHAM, runs=40, json=False)
+    content["rows"][2] |= {"ideas": [keys[A]], "loss": None, "failure": "alone"}
+    assert screen.Record(**content | {"rows": [screen.Row(**row) for row in content["rows"]]}).failing_pairs() == []
+
+
 def test_runs_share_code_although_patches_conflict(run_experiment, write_patch):
     """`other` conflicts with `one`: a run has the code of all patches without the one or without the other."""
     texts = [write_patch.setting(name, line, 0.9) for name, line in (("one", 1), ("other", 1), ("two", 2))]
