@@ -377,6 +377,8 @@ def encode_blocks(
     """Return a Dataset of the encoded blocks, as far as `max_tokens`; those in the cache are not encoded again."""
     import datasets  # slow to import
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # each update would be a line of the log
     features = {"validation": datasets.Value("bool"), **{name: datasets.Value("int64") for name in COUNTS}}
     features |= {name: datasets.List(datasets.Value(dtype)) for name, dtype in dtypes.items()}
     encoded, num_tokens = [], 0

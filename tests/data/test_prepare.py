@@ -105,6 +105,7 @@ def run(*arguments, exit_code=0, preamble=""):
     code = f"import sys, data.prepare as p\n{preamble}\nsys.exit(p.cli())"
     done = forked.run("-c", [code, *map(str, arguments)], 0, environment())
     assert done.returncode == exit_code, done.stdout + done.stderr
+    assert "%|" not in done.stderr, "a progress bar in a log"
     return done
 
 
