@@ -3,7 +3,9 @@
 import json
 import math
 import statistics
+import sys
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,9 @@ def run_confirmation(config: ConfirmConfig, lab: Path, jobs: JobRunner) -> None:
         ideas = parse_ideas(config.ideas) or accepted
         if not ideas:
             raise ConfigError("ideas: the screen accepted none; name those to confirm")
+        for one, other in combinations(ideas, 2):
+            if both := one.setting_names & other.setting_names:
+                raise ConfigError(f"idea: {other.text!r} and {one.text!r} set {min(both)}; confirm them one by one")
 
         def resolve(on: list[Idea]) -> Arm:
             code = trees.folder(merge(head, on))
@@ -101,12 +106,23 @@ def run_confirmation(config: ConfirmConfig, lab: Path, jobs: JobRunner) -> None:
 
 
 def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
-    """Return the effects of a screen by the key of the idea, and the ideas that are better."""
+    """Return the effects of a screen by the key of the idea, and the ideas that are better, the best first.
+
+    Of ideas that cannot be on together, the best is accepted.
+    """
     record = Record.read(file)
     found = dict(zip(record.ideas, analyze(record, lab).ideas, strict=True))
-    better = [record.idea(key) for key, one in found.items() if one.verdict == "better"]
     effects = {key: one.effect for key, one in found.items() if not math.isnan(one.effect)}
-    return effects, [idea for idea in better if not is_control(idea)]
+    better = [key for key, one in found.items() if one.verdict == "better" and not is_control(record.idea(key))]
+    apart = [{*pair} for pair in (*record.exclusive, *record.failing_pairs())]
+    accepted: list[str] = []
+    for key in sorted(better, key=lambda key: effects[key]):
+        if better_one := next((one for one in accepted if {key, one} in apart), None):
+            texts = record.idea(key).text, record.idea(better_one).text
+            print(f"left out: {texts[0]} cannot be on together with {texts[1]}, which is better", file=sys.stderr)
+        else:
+            accepted.append(key)
+    return effects, [*map(record.idea, accepted)]
 
 
 def train(jobs: JobRunner, baseline: Arm, arms: dict[str, Arm], seeds: int) -> dict[str, list[float]]:

@@ -79,6 +79,7 @@ def test_p_values_are_corrected():
         ((), "the screen accepted none; name those to confirm"),
         (("--data.path x",), "changes which tokens are predicted"),
         (("--model.effect_nope 1",), "is not a setting"),
+        (("--model.effect_a 0.7", "--model.effect_a 0.8"), "set model.effect_a; confirm them one by one"),
     ],
 )
 def test_refused(ideas, message, run_experiment):
@@ -89,6 +90,13 @@ def test_refused(ideas, message, run_experiment):
 def test_failed_run_is_an_error(run_experiment):
     assert "the loss is nan" in run_experiment.confirm("--model.fails true", error=RunError)
     assert not log.read(run_experiment.lab)
+
+
+def test_best_of_ideas_that_exclude_each_other_is_confirmed(run_experiment):
+    run_experiment("--model.effect_a 0.8", "--model.effect_a 0.7", "--model.effect_b 0.7", runs=36)
+    result = run_experiment.confirm()
+    assert sorted(result["ideas"]) == ["--model.effect_a 0.7", "--model.effect_b 0.7"]
+    assert any("left out: --model.effect_a 0.8 cannot be on" in line for line in run_experiment.printed)
 
 
 def test_control_is_not_confirmed(run_experiment):
