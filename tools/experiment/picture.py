@@ -61,6 +61,9 @@ def draw_idea(axes: Any, height: int, idea: Idea, reach: float) -> None:
     if idea.verdict == "failed":
         axes.text(0, height, "  makes runs fail", color=color, fontsize="small", va="center")
         return
+    if math.isnan(idea.effect):
+        axes.text(0, height, "  no estimate", color=color, fontsize="small", va="center")
+        return
     line, size = (1.4, 4) if idea.verdict == "unknown" else (2.6, 6)
     axes.plot([idea.low, idea.high], [height, height], color=color, linewidth=line, solid_capstyle="butt")
     if abs(idea.effect) > reach:
