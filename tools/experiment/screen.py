@@ -435,6 +435,8 @@ class Screen:
                     print(self.describe(row), file=sys.stderr)
             finally:
                 scoring.append(pool.submit(self.score, self.unscored))
+                if not all(future.done() for future in scoring):
+                    print("scoring the last runs ...", file=sys.stderr)
                 wait(scoring)
                 self.save()
             for future in scoring:
