@@ -220,7 +220,8 @@ def test_scripts_read_damaged_run_correctly_or_refuse(seed, used, right, tmp_pat
     if exit_code == 0:
         assert written.keys() == right[script][3].keys(), victim
         passed_over = "checkpoints" in victim.parts and victim.parent.name in errors  # for the one before
-        if script != "prepare" and not passed_over:
+        has_hash = victim.parent.name != "tokenizer"  # as edited by hand, another setting is another tokenizer
+        if script != "prepare" and has_hash and not passed_over:
             assert output == right[script][1] and written == right[script][3], victim
     else:
         program = "prepare" if script == "prepare" else f"{script}.py"
