@@ -16,8 +16,9 @@ from tools.experiment import judge, log
 from tools.experiment.arm import Arm, scale_parameters
 from tools.experiment.change import Idea, Worktrees, head_commit, merge, parse_ideas
 from tools.experiment.experiment import run_with_json
+from tools.experiment.ideas import is_control
+from tools.experiment.record import Record
 from tools.experiment.report import analyze, confirmation_lines
-from tools.experiment.screen import Record, is_control
 from tools.experiment.settings import ConfirmConfig, parse_sizes
 from tools.jobs.launch import Launch
 from tools.jobs.runner import JobRunner

@@ -14,8 +14,9 @@ from config.errors import ConfigError
 from config.paths import expand_user_path
 from run.directory import Run
 from tools.experiment import analysis, log
+from tools.experiment.ideas import CONTROL_STEPS, is_control
 from tools.experiment.picture import draw
-from tools.experiment.screen import CONTROL_STEPS, Record, Row, is_control
+from tools.experiment.record import Record, Row
 from tools.experiment.settings import ReportConfig
 
 KIND = "val/excess_loss/"  # prefix of the metrics of kinds of tokens

@@ -10,7 +10,7 @@ from config.errors import ConfigError, RunError
 from tests.conftest import ROOT
 from tools.experiment import log
 from tools.experiment.confirm import Row, correct
-from tools.experiment.screen import CONTROL
+from tools.experiment.ideas import CONTROL
 
 A, B, C, SHAM = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.sham 1"
 
@@ -92,7 +92,7 @@ def test_failed_run_is_an_error(run_experiment):
     assert not log.read(run_experiment.lab)
 
 
-def test_best_of_ideas_that_exclude_each_other_is_confirmed(run_experiment):
+def test_best_of_exclusive_ideas_is_confirmed(run_experiment):
     run_experiment("--model.effect_a 0.8", "--model.effect_a 0.7", "--model.effect_b 0.7", runs=36)
     result = run_experiment.confirm()
     assert sorted(result["ideas"]) == ["--model.effect_a 0.7", "--model.effect_b 0.7"]

@@ -15,7 +15,8 @@ from tests.conftest import ROOT, environment
 from tests.tools.experiment.conftest import fake_scorer
 from tools.experiment import judge, screen
 from tools.experiment.change import Worktrees
-from tools.experiment.screen import CONTROL
+from tools.experiment.ideas import CONTROL
+from tools.experiment.record import FAILED_TOGETHER, Record, Row
 
 A, B, SHAM = "--model.effect_a 0.7", "--model.effect_b 1.4", "--model.sham 1"
 STOP = "import signal, time\nif settings['seed'] == 5:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
@@ -235,7 +236,7 @@ def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
     run_experiment(A, B, SHAM, runs=6)
     content = run_experiment.record()
     keys = {idea["text"]: key for key, idea in content["ideas"].items()}
-    for seed in range(6, 6 + screen.FAILED_TOGETHER):
+    for seed in range(6, 6 + FAILED_TOGETHER):
         on = [keys[text] for text in ([A, B, SHAM] if seed == 6 else [A, B])]
         content["rows"].append({"seed": seed, "ideas": on, "run": "x", "failure": "does not fit"})
     [file] = run_experiment.lab.glob("screens/*/screen.json")
@@ -249,7 +250,7 @@ def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
     assert by_idea(result)[A] == "better" and by_idea(result)[B] == "worse"
     assert "fail together, and are kept apart: " in run_experiment(A, B, SHAM, runs=40, json=False)
     content["rows"][2] |= {"ideas": [keys[A]], "loss": None, "failure": "alone"}
-    assert screen.Record(**content | {"rows": [screen.Row(**row) for row in content["rows"]]}).failing_pairs() == []
+    assert Record(**content | {"rows": [Row(**row) for row in content["rows"]]}).failing_pairs() == []
 
 
 def test_runs_share_code_although_patches_conflict(run_experiment, write_patch):
