@@ -205,7 +205,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(Program, "run", run)
     monkeypatch.setattr(programs, "prepare_characters", lambda *_: tmp_path)
     monkeypatch.setattr(programs, "corpus_tokens", lambda _: {"train": np.array([7, 9, 7]), "val": np.array([9, 40])})
-    monkeypatch.setattr(gpu, "TextCorpus", lambda path: SimpleNamespace(vocab_size=50257))
+    monkeypatch.setattr("data.text.TextCorpus", lambda path: SimpleNamespace(vocab_size=50257))
     monkeypatch.setattr(gpu, "ON_GPU", True)
     monkeypatch.setattr(gpu, "WAYS", gpu.WAYS | {"graph": {"compile": True, "cuda_graph": True}})
     return programs_of

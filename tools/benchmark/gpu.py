@@ -30,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 
 from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
-from data.text import TextCorpus
 from model.config import GPTConfig
 from model.gpt import build_on_meta_device
 from run.directory import Run
@@ -265,6 +264,8 @@ RECIPES = {
     },
 }
 RECIPES = {name: MODERN_11M | own for name, own in RECIPES.items()} | {CONFIG["config"]: {"steps": 5000}}
+SHORT = {"steps": 11, "schedule.warmup_steps": 0, "schedule.decay_steps": 5, "evaluation.every": 5}  # for --quick
+SHORT |= {"tracking.log_every": 1, "micro_batch_size": 4, "global_batch_size": 4}
 WAYS = {  # to launch kernels
     ("compiled" if compiled else "uncompiled") + ", graph" * graph: {"compile": compiled, "cuda_graph": graph}
     for compiled in (True, False)
@@ -307,10 +308,12 @@ def bits(options: Namespace) -> Iterator[Group]:
 def small_programs(options: Namespace) -> Iterator[Group]:
     """Tokens/s of the whole train.py on random bytes, and the seconds to its first log line."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = CONFIG | RANDOM_BYTES | programs.speed_settings(50, folder) | {"schedule.warmup_steps": 50}
+        log_every = 1 if options.quick else 50
+        settings = CONFIG | RANDOM_BYTES | programs.speed_settings(log_every, folder)
+        settings |= {"schedule.warmup_steps": log_every}
         cases = {f"ours, {name}": ours(options, settings | own, env=BF16).train for name, own in WAYS.items()}
         if options.nanogpt:
-            recipe = dict(max_iters=settings["steps"], log_interval=50, eval_interval=10**6, eval_iters=1)
+            recipe = dict(max_iters=settings["steps"], log_interval=log_every, eval_interval=10**6, eval_iters=1)
             cases[PEER] = nanogpt(options, folder, recipe | {"dtype": "bfloat16"}, vocab_size=256).train
         yield "11M, 64 x 256", cases, dict.fromkeys(cases, [PEER])
 
@@ -324,7 +327,8 @@ def small_to_loss(options: Namespace) -> Iterator[Group]:
         settings = CONFIG | {"data.path": corpus, "out_dir": folder, "resume": "never"}
 
         def train(own: dict, seeds: Iterator[int]) -> dict:
-            return ours(options, settings | own | {"seed": next(seeds)}, env=BF16).train(target)
+            own = own | {"seed": next(seeds)} | (SHORT if options.quick else {})
+            return ours(options, settings | own, env=BF16).train(target)
 
         for recipe, own in RECIPES.items():
             ways = {name: way for name, way in WAYS.items() if way["cuda_graph"] == ON_GPU}
@@ -343,6 +347,8 @@ def curve(options: Namespace) -> Iterator[Group]:
     curve are those of the steps alone: the number of steps times their median time, without the start, compilation,
     evaluations and checkpoints. `seconds` is the time from the launch to the last evaluation.
     """
+    from data.text import TextCorpus  # needs pyarrow, which a machine with a GPU may lack
+
     with tempfile.TemporaryDirectory() as folder:
         corpus = options.corpus or programs.prepare_characters(PAGE, folder)
         vocab_size = -(-TextCorpus(str(corpus)).vocab_size // 128) * 128  # GPUs multiply such matrices faster
@@ -359,6 +365,7 @@ def curve(options: Namespace) -> Iterator[Group]:
         muon = settings | MODERN | {"optimizer.lr": 3.6e-3, "schedule.decay_steps": 300}
         half = muon | {"steps": 200, "schedule.warmup_steps": 20, "schedule.decay_steps": 150}
         for name, own in {"ours, its recipe": settings, "ours, Muon": muon, "ours, Muon, half the steps": half}.items():
+            own |= SHORT if options.quick else {}
             yield name, {"124M": ours(options, own, env=BF16).train}, {}
 
 

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from config.schema import OptimizerConfig
-from data.text import TextCorpus, TextDataset
 from model.config import GPTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -209,6 +208,8 @@ def prepare_characters(text: Path, folder: str | Path) -> Path:
 
 def corpus_tokens(corpus: Path) -> dict[str, np.ndarray]:
     """Return the tokens of both splits of a corpus, {"train" or "val": ids [T]}."""
+    from data.text import TextCorpus, TextDataset  # needs pyarrow, which a machine with a GPU may lack
+
     opened, splits = TextCorpus(str(corpus)), {"train": "train", "val": "validation"}
     parts = {name: TextDataset(opened, split, 2, "concat").values for name, split in splits.items()}
     return {name: np.concatenate([ids for ids, *_ in columns]) for name, columns in parts.items()}
