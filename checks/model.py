@@ -157,9 +157,10 @@ def check_constant_init(config: GPTConfig) -> Result:
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
     try:
-        with patch.object(GPTModel, "init_weights", lambda self: None):
-            constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
-        initialised = GPTModel(small)
+        with patch("torch.utils.deterministic.fill_uninitialized_memory", True):
+            initialised = GPTModel(small)
+            with patch.object(GPTModel, "init_weights", lambda self: None):
+                constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
     finally:
         torch.use_deterministic_algorithms(deterministic)
     for name, weight in initialised.named_parameters():

@@ -162,27 +162,27 @@ def test_flops_find_block_applied_twice(config, monkeypatch):
     assert checks.check_flops(config, 128)[0] is False
 
 
-class Student(model.gpt.GPTModel):
-    """A model with a larger teacher, which runs forward alone and only in training."""
+class WithFrozenPart(model.gpt.GPTModel):
+    """A model with a larger part that is in no module and only runs forward."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.teacher = [torch.nn.Linear(config.d_model, 4096, bias=False)]
+        self.others = [torch.nn.Linear(config.d_model, 4096, bias=False)]
 
     def forward(self, input_ids, **arguments):
         if self.training:
             with torch.no_grad():
-                self.teacher[0].to(torch.float64)(self.token_embedding(input_ids))
+                self.others[0].to(torch.float64)(self.token_embedding(input_ids))
         return super().forward(input_ids, **arguments)
 
     def flops_per_token(self, seq_len):
-        return super().flops_per_token(seq_len) + self.flops_of_teacher * self.teacher[0].weight.numel()
+        return super().flops_per_token(seq_len) + self.flops_of_others * self.others[0].weight.numel()
 
 
 @pytest.mark.parametrize(("flops", "passed"), [(2, True), (6, False), (0, False)])
-def test_flops_count_forward_of_teacher(flops, passed, config, monkeypatch):
-    monkeypatch.setattr(Student, "flops_of_teacher", flops, raising=False)
-    monkeypatch.setattr(checks, "GPTModel", Student)
+def test_flops_count_frozen_part(flops, passed, config, monkeypatch):
+    monkeypatch.setattr(WithFrozenPart, "flops_of_others", flops, raising=False)
+    monkeypatch.setattr(checks, "GPTModel", WithFrozenPart)
     assert checks.check_flops(config, 128)[0] is passed
 
 

@@ -18,7 +18,7 @@ class SparseMLP(model.gpt.MLP):
     def __init__(self, config):
         super().__init__(config)
         self.up_proj.weight.requires_grad_(False)
-        self.never = torch.nn.Parameter(torch.empty(2, 2))
+        self.never = torch.nn.Parameter(torch.ones(2, 2))
 
     def forward(self, x_BTC):
         return super().forward(x_BTC) if x_BTC.sum() > 0 else x_BTC
