@@ -3,6 +3,7 @@
 Each check of a config returns (passed, detail); passed is None where the check does not apply.
 """
 
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -154,15 +155,18 @@ def check_flops(config: GPTConfig, seq_len: int) -> Result:
 def check_constant_init(config: GPTConfig) -> Result:
     """Check that every parameter is initialised, and none is drawn that its module sets to a constant."""
     small = config.replace(n_layers=min(2, config.n_layers))
+    memory: Any = torch.utils.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN, which is not constant
+    was_filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = True  # with NaN, which is not constant
     try:
-        with patch("torch.utils.deterministic.fill_uninitialized_memory", True):
-            initialised = GPTModel(small)
-            with patch.object(GPTModel, "init_weights", lambda self: None):
-                constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
+        initialised = GPTModel(small)
+        with patch.object(GPTModel, "init_weights", lambda self: None):
+            constant = {name: weight for name, weight in GPTModel(small).named_parameters() if is_constant(weight)}
     finally:
         torch.use_deterministic_algorithms(deterministic)
+        memory.fill_uninitialized_memory = was_filled
     for name, weight in initialised.named_parameters():
         if weight.isnan().any():
             return False, f"{name} is not initialised"
