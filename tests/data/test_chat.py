@@ -362,7 +362,7 @@ def test_metadata_counts_message_content(folder, tmp_path):
     assert metadata["train"]["tokens"] == alike["train"]["tokens"] and metadata["conversations"] is True
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(data.prepare, "FILE", 2000)
     monkeypatch.setattr(data.prepare, "BLOCK", 1000)

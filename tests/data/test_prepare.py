@@ -852,6 +852,7 @@ def test_prepare_names_local_files_without_network(tmp_path):
     assert all(word in done.stderr for word in ("nobody/nothing:tiny", "folder/*.parquet", "network"))
 
 
+@pytest.mark.slow
 def test_prepare_resumes_after_full_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -901,7 +902,7 @@ def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
             file.write(line)
     arguments = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out", "--num_workers", 1]
     done = run(*arguments, "--validation", "tail:0.1", preamble=REPORT_MEMORY)
-    assert int(done.stdout.split("peak ")[1]) * 1024 < 1.5e9
+    assert int(done.stdout.split("peak ")[1]) * 1024 < 2e9
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
     counts = [metadata[split]["tokens"] for split in ("train", "validation")]
     assert sum(counts) > 1_000_000 * megabytes

@@ -78,6 +78,7 @@ def test_part_without_its_corpus_is_named(call, tmp_path, monkeypatch):
     assert call() == ["two"]
 
 
+@pytest.mark.slow
 def test_part_ends_with_its_programs_at_its_limit(tmp_path):
     """A program that ignores SIGTERM is killed."""
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
