@@ -223,7 +223,7 @@ class GPTModel(GenerativeModel):
         | token_embedding, position_embedding, lm_head         | normal, std 0.02                    |
         | q_proj, k_proj, v_proj, gate_proj, up_proj           | normal, std 0.02                    |
         | out_proj, down_proj                                  | normal, std 0.02 / sqrt(2 n_layers) |
-        | attention_norm, mlp_norm, final_norm, q_norm, k_norm | 1                                   |
+        | attention_norm, mlp_norm, final_norm, q_norm, k_norm | 1, as torch sets it                 |
         | bias                                                 | 0                                   |
 
         The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
@@ -232,8 +232,6 @@ class GPTModel(GenerativeModel):
         that their module gave them.
         """
         for path, module in self.named_modules():
-            if isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                module.reset_parameters()
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue
             if isinstance(module, nn.Linear) and module.bias is not None:

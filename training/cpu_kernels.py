@@ -30,7 +30,7 @@ def use_cpu_kernels(network: GPTModel) -> None:
             module.__class__ = Linear
         elif type(module) is nn.RMSNorm:
             module.__class__ = RMSNorm
-        elif isinstance(module, Attention):
+        elif isinstance(module, Attention) and module.sdpa is F.scaled_dot_product_attention:
             module.sdpa = scaled_dot_product_attention
     if onednn:
         network.next_token_loss.linear = linear

@@ -39,7 +39,8 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
             else:
                 vectors.append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    # Copies, because torch writes the defaults of an optimizer into its groups, which a fork may pass to another one.
+    adamw = torch.optim.AdamW([{**group} for group in groups], lr=config.lr, betas=config.betas, fused=True)
     match config.name:
         case "adamw":
             return adamw

@@ -159,7 +159,7 @@ def documented_init(name: str, n_layers: int) -> tuple[float, float]:
     if found[0].startswith("normal, std "):
         formula = found[0].removeprefix("normal, std ").replace("2 n_layers", "2 * n_layers")
         return 0.0, eval(formula, {"sqrt": math.sqrt, "n_layers": n_layers})
-    return float(found[0]), 0.0
+    return float(found[0].partition(",")[0]), 0.0
 
 
 @pytest.mark.parametrize("settings", SWITCHES, ids=str)
@@ -182,16 +182,10 @@ def test_shared_modules_have_identical_initial_weights(settings):
     )
 
 
-@pytest.mark.parametrize("start", ["constructed", "from the meta device"])
 @pytest.mark.parametrize("settings", [dict(), dict(QWEN3, d_model=128, n_layers=8)], ids=["gpt2", "qwen3"])
-def test_initial_weights_are_as_documented(settings, start):
+def test_initial_weights_are_as_documented(settings):
     settings = dict(d_model=128, d_ff=512, n_layers=3, vocab_size=500, max_position_embeddings=128) | settings
-    if start == "constructed":
-        model = make_model(**settings)
-    else:
-        with torch.device("meta"):
-            model = make_model(**settings)
-        model.to_empty(device="cpu").init_weights()
+    model = make_model(**settings)
     seen = set()
     for name, parameter in model.named_parameters():
         mean, std = documented_init(name, model.config.n_layers)

@@ -168,6 +168,15 @@ def test_changed_attention_is_used(monkeypatch):
     assert (network(tokens)[0] - changed).abs().max() > 0.01
 
 
+def test_own_sdpa_of_a_fork_is_kept():
+    network = GPTModel(GPTConfig(vocab_size=50, d_model=32, d_ff=64, dropout=0.0))
+    network.blocks[0].attention.sdpa = lambda q, *_, **__: q
+    use_cpu_kernels(network)
+    kernels = [block.attention.sdpa for block in network.blocks]
+    assert kernels[0] is not cpu_kernels.scaled_dot_product_attention
+    assert all(kernel is cpu_kernels.scaled_dot_product_attention for kernel in kernels[1:])
+
+
 @needs_onednn
 def test_network_with_cpu_kernels_equals_network_without(monkeypatch):
     """With all parts in place, and the same names of the weights."""
