@@ -252,6 +252,7 @@ def test_bucket_timelines_show_overlap_with_backward(run):
         assert (min(begins[REDUCE]) < max(begins[ACCUMULATE])) == (count != "1")
 
 
+@pytest.mark.slow
 def test_data_parallel_and_ddp_train_alike(run):
     output = run("python -m examples.data_parallel")
     losses = re.findall(r"^\d process(?:es)?, (\w+): \d+\.\d ms per step, loss (\d\.\d{4})$", output, re.MULTILINE)

@@ -410,6 +410,7 @@ def test_prepare_reports_smaller_trained_vocabulary(requested, expected_size, tm
     assert (vocab_size, num_messages) == (expected_size, requested != expected_size)
 
 
+@pytest.mark.slow
 def test_tokenizer_is_trained_on_long_text_without_spaces(tmp_path):
     """The time grows with the square of a word's length, so words are cut."""
     generator = random.Random(0)

@@ -122,6 +122,7 @@ def test_parts_are_valid_commands_within_ten_minutes(monkeypatch, tmp_path):
     assert rounds == dict.fromkeys(command_line.PARTS, 3) | {"bits": 1, "tests": 1, "curve": 1}, "no median of two"
 
 
+@pytest.mark.slow
 def test_session_needs_gpu_or_quick(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command_line, "LOGS", tmp_path / "new" / "folder")
     monkeypatch.setattr(command_line, "PARTS", {"generation": 100})

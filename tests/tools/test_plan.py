@@ -69,6 +69,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="memory cannot be limited")
 def test_full_memory_is_one_message(runs):
     words = "tools.plan --micro_batch_size 4096 --global_batch_size 4096 --model.d_model 512 --out_dir".split()

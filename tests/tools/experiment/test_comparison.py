@@ -129,6 +129,7 @@ def test_stopped_comparison_resumes(run_experiment):
     assert run_experiment(BETTER, jobs=1)["verdict"] == "better" and len(run_experiment.started()) == 4
 
 
+@pytest.mark.slow
 def test_minutes_stop_runs_in_progress(run_experiment):
     run_experiment.hook("import time\nif settings['seed'] == 1:\n    time.sleep(60)")
     start = time.monotonic()

@@ -280,7 +280,8 @@ def test_patch_that_changes_the_default_is_named(run_experiment, write_patch):
     assert message.startswith(f"idea: {bad}: ") and "must change nothing by default" in message
 
 
-@pytest.mark.parametrize("default", ["1.0", pytest.param("0.95", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("default", ["1.0", "0.95"])
 def test_patch_joins_while_others_train(default, run_experiment, write_patch):
     """It is checked by short runs, and the runs in progress go on."""
     aside = run_experiment.lab / "aside"
