@@ -251,10 +251,7 @@ MODERN_11M = MODERN | {
 # Candidates for the fewest seconds to 1.47 nats/character, where nanoGPT's recipe ends.
 RECIPES = {
     "Muon, 1,000 steps": {},
-    "Muon, 600 steps, growing batch": {
-        **{"steps": 600, "schedule.decay_steps": 450, "micro_batch_size": 16},
-        **{"schedule.batch_warmup_from": 16, "schedule.batch_warmup_steps": 200},
-    },
+    "Muon, 600 steps": {"steps": 600, "schedule.decay_steps": 450},
     "Muon, 8 x 256": {
         **{"model.n_layers": 8, "model.n_heads": 4, "model.d_model": 256, "model.d_ff": 1024},
         **{"steps": 1200, "schedule.decay_steps": 900},
