@@ -37,7 +37,7 @@ from run.metrics_log import read_rows
 from run.resolve import GivenModels
 from tools.benchmark import programs
 from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, nanogpt, ours
-from tools.benchmark.tables import PAGE
+from tools.benchmark.tables import PAGE, ROOT
 from train import build_state, train_step, warm_up
 from training.throughput import peak_bf16_flops
 
@@ -368,9 +368,7 @@ def curve(options: Namespace) -> Iterator[Group]:
 
 def tests(options: Namespace) -> Iterator[Group]:
     """Run the tests that need a GPU; the figure is their summary."""
-    marked = sorted(
-        str(file) for file in (programs.ROOT / "tests").rglob("test_*.py") if "mark.cuda" in file.read_text()
-    )
+    marked = sorted(str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in file.read_text())
     workers = ["--numprocesses", "8"] if importlib.util.find_spec("xdist") else []  # these share the GPU
     files = ["--co", "-q", *marked] if options.quick else [*workers, *marked]
     program = programs.Program([sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", *files])

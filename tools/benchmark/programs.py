@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from config.schema import OptimizerConfig
 from model.config import GPTConfig
+from tools.benchmark.tables import ROOT
 
-ROOT = Path(__file__).parents[2]
 Case = Callable[[], Any]
 # The name of a group, its cases, and for a case the names of its baselines, by which its figures are divided.
 Group = tuple[str, dict[str, Case], dict[str, list[str]]]

@@ -79,7 +79,7 @@ def run_confirmation(config: ConfirmConfig, lab: Path, jobs: JobRunner) -> None:
         arms = {"baseline": resolve([]), "all": resolve(ideas)}
         judge.check_targets(arms["baseline"], arms["all"].settings)
         if len(ideas) > 1:
-            arms |= {f"{idea.text}": resolve([idea]) for idea in ideas}
+            arms |= {idea.text: resolve([idea]) for idea in ideas}
         if len(ideas) > 2:
             arms |= {f"all without {idea.text}": resolve([one for one in ideas if one != idea]) for idea in ideas}
         pairs = [("all", "baseline", ideas)]
@@ -115,7 +115,7 @@ def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
     found = dict(zip(record.ideas, analyze(record, lab).ideas, strict=True))
     effects = {key: one.effect for key, one in found.items() if not math.isnan(one.effect)}
     better = [key for key, one in found.items() if one.verdict == "better" and not is_control(record.idea(key))]
-    apart = [{*pair} for pair in (*record.exclusive, *record.failing_pairs())]
+    apart = [{*pair} for pair in record.pairs_apart()]
     accepted: list[str] = []
     for key in sorted(better, key=lambda key: effects[key]):
         if better_one := next((one for one in accepted if {key, one} in apart), None):

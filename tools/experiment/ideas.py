@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 
@@ -127,10 +128,9 @@ class Ideas:
         known = self.merged[0][0] if self.merged else set()
         keys, commit = self.merge_more([], wanted)
         if keys != known:
-            expected = self.short_digest(self.head)
-            if self.short_digest(commit) != expected:
+            if self.short_digest(commit) != self.head_digest:
                 common = [self.record.idea(key) for key in wanted if key in keys]
-                alone = [idea for idea in common if self.short_digest(merge(self.head, [idea])) != expected]
+                alone = [idea for idea in common if self.short_digest(merge(self.head, [idea])) != self.head_digest]
                 return alone or [idea for idea in common if idea.key not in known]
             self.merged.insert(0, (keys, commit))
         return []
@@ -158,16 +158,18 @@ class Ideas:
             return
         with suppress(ConfigError):  # they conflict, which `arm` reports
             keys, commit = self.merge_more(patches, self.wanted)
-            is_same = self.short_digest(commit) == self.short_digest(self.head)
+            is_same = self.short_digest(commit) == self.head_digest
             self.merged.append((keys, commit) if is_same else (own, merge(self.head, patches)))
+
+    @cached_property
+    def head_digest(self) -> str:
+        """`state/digest` of a short run of the code without ideas."""
+        return self.short_digest(self.head)
 
     def short_digest(self, commit: str | None) -> str:
         """Return `state/digest` of a short run of the baseline's settings with the code of a commit, or its error."""
         try:
-            arm = Arm.resolve(
-                self.trees.folder(commit), self.baseline.launch, [*self.baseline.words], self.baseline.lab
-            )
-            return self.short_run(arm).newest_metrics()["state/digest"]
+            return self.short_run(self.arm([], commit)).newest_metrics()["state/digest"]
         except (ConfigError, RunError) as error:
             if commit == self.head:
                 raise

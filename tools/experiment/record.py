@@ -57,6 +57,10 @@ class Record:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"lab: {file} cannot be read: {error}") from None
 
+    def pairs_apart(self) -> list[tuple[str, str]]:
+        """Return all pairs of ideas that are not to be on together in a new row."""
+        return [*((a, b) for a, b in self.exclusive), *self.failing_pairs()]
+
     def failing_pairs(self) -> list[tuple[str, str]]:
         """Return pairs of ideas all of whose runs together have failed, and none with one without the other."""
         done, found = [row for row in self.rows if row.is_done], []

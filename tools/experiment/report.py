@@ -24,24 +24,24 @@ KIND = "val/excess_loss/"  # prefix of the metrics of kinds of tokens
 
 def analyze(record: Record, lab: Path) -> analysis.Screen:
     """Analyze the runs of a screen that are finished and scored, or have failed."""
-    keys, rows = [*record.ideas], [row for row in record.rows if row.is_done and not fails_by_pair(row, record)]
+    left_out = rows_failing_by_pairs(record)
+    keys, rows = [*record.ideas], [row for row in record.rows if row.is_done and row not in left_out]
     on = np.array([[key in row.ideas for key in keys] for row in rows], bool).reshape(len(rows), len(keys))
     losses = np.array([np.nan if row.loss is None else math.log(row.loss) if row.loss > 0 else np.nan for row in rows])
     costs = np.array([run_costs(row, lab) for row in rows]).reshape(len(rows), 4)
     names = [record.ideas[key]["text"] for key in keys]
     seconds, parameters, flops, whole = costs.T
     # What compute is worth in this very recipe: the control trains a known fraction of the steps.
-    effects = analysis.analyze(names, on, losses).ideas
-    control = next((one for key, one in zip(keys, effects, strict=True) if is_control(record.idea(key))), None)
-    slope = {}
-    if control and not math.isnan(control.effect):
-        slope = {"compute_slope": math.log1p(control.effect) / math.log(CONTROL_STEPS)}
+    changes = zip(keys, analysis.least_squares(on, losses).estimate.tolist(), strict=True)
+    control = next((change for key, change in changes if is_control(record.idea(key))), math.nan)
+    slope = {} if math.isnan(control) else {"compute_slope": control / math.log(CONTROL_STEPS)}
     return analysis.analyze(names, on, losses, seconds, parameters, flops, whole, **slope)
 
 
-def fails_by_pair(row: Row, record: Record) -> bool:
-    """Return whether a run has two ideas on that fail together, which says nothing about either."""
-    return any({*pair} <= {*row.ideas} for pair in record.failing_pairs())
+def rows_failing_by_pairs(record: Record) -> list[Row]:
+    """Return the runs that have two ideas on that fail together, which says nothing about either."""
+    pairs = record.failing_pairs()
+    return [row for row in record.rows if any({*pair} <= {*row.ideas} for pair in pairs)]
 
 
 def run_costs(row: Row, lab: Path) -> list[float]:
@@ -91,7 +91,7 @@ def screen_lines(name: str, screen: analysis.Screen, record: Record, lab: Path) 
         failed = str(one.failed or "")
         rows.append([one.idea, percent(one.effect), interval(one), p, q, one.verdict, failed, *cost, percent(equal)])
     failures = {row.failure for row in record.rows if row.failure}
-    num_left_out = sum(fails_by_pair(row, record) for row in record.rows)
+    num_left_out = len(rows_failing_by_pairs(record))
     left_out = f", and {num_left_out} more of ideas that fail together" if num_left_out else ""
     lines = [
         f"{name}: {screen.runs} runs, {screen.failed} of them failed{left_out}",

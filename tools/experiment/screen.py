@@ -91,7 +91,7 @@ class Screen:
         """Return the next rows of the design."""
         columns = self.ideas.wanted
         before = np.array([[key in row.ideas for key in columns] for row in self.record.rows], bool)
-        apart = [*self.record.exclusive, *self.record.failing_pairs()]
+        apart = self.record.pairs_apart()
         exclusive = [(columns.index(a), columns.index(b)) for a, b in apart if {a, b} <= {*columns}]
         num_rows = len(self.record.rows)
         new = extend_design(before.reshape(num_rows, len(columns)), self.num_runs - num_rows, exclusive=exclusive)
@@ -106,12 +106,10 @@ class Screen:
             if not row.is_done:
                 yield self.start(row)
         planned: list[Row] = []
-        num_apart = 0
+        apart: set[tuple[str, str]] = set()
         while len(self.record.rows) < self.num_runs and self.is_time_left():
-            new_ideas, was_apart = self.ideas.find(), num_apart
-            num_apart = len(self.record.exclusive) + len(self.record.failing_pairs())
-            if new_ideas or num_apart != was_apart or not planned:
-                planned = self.plan()
+            if self.ideas.find() or apart != {*self.record.pairs_apart()} or not planned:
+                planned, apart = self.plan(), {*self.record.pairs_apart()}
             row = planned.pop(0)
             job = self.start(row)
             self.record.rows.append(row)
