@@ -29,11 +29,6 @@ def compose(text: str) -> yaml.Node | None:
     return yaml.compose(text, _Loader)
 
 
-def read_strings(text: str) -> Any:
-    """Return the content of a YAML text, None if it has none; raise yaml.YAMLError or RecursionError."""
-    return yaml.load(text, _Loader)
-
-
 def construct(node: yaml.Node) -> Any:
     """Return the lists, dicts, strings and None of a node; raise yaml.YAMLError, also for a key that is set twice."""
     return _Loader("").construct_document(node)

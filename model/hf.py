@@ -43,12 +43,10 @@ HANDLED_SEPARATELY = {
 }
 
 
-def get_family(config: GPTConfig) -> str:
-    """Return the transformers model_type of a config.
+def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
+    """Return for each family the settings that it cannot represent, none for a family that the config fits.
 
-    Raises:
-        ValueError: the config fits no family; the message names the settings that differ. A setting unknown here, such
-            as one of a fork, must have its default.
+    A setting unknown here, such as one of a fork, must have its default.
     """
     misfits = {}
     for family, settings in FAMILIES.items():
@@ -68,6 +66,16 @@ def get_family(config: GPTConfig) -> str:
         misfits["gpt2"].append(f"model.window is {config.window}, not None")
     if 1 in config.windows:  # transformers' cache keeps the last `window - 1` keys by a slice [-0:], which is all
         misfits["qwen3"].append("model.window is 1, which transformers ignores when it generates; train with 2 or more")
+    return misfits
+
+
+def get_family(config: GPTConfig) -> str:
+    """Return the transformers model_type of a config.
+
+    Raises:
+        ValueError: the config fits no family; the message names the settings that differ.
+    """
+    misfits = find_misfits(config)
     for family, reasons in misfits.items():
         if not reasons:
             return family

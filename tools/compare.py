@@ -199,7 +199,7 @@ def read_runs(paths: list[Path]) -> tuple[list[ComparedRun], list[str]]:
         try:
             runs.append(ComparedRun(path))
         except ConfigError as error:
-            skipped.append(str(error).removeprefix("run: "))
+            skipped.append(str(error))
     labels = [run.label for run in runs]
     for run in runs:
         if labels.count(run.label) > 1:

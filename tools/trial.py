@@ -106,7 +106,7 @@ def report_defaults(base: str) -> None:
         with Worktrees() as trees:
             changed = changed_results(*train_at_defaults(trees.folder(base), trees.folder(tree)))
     except ConfigError as error:
-        print(f"defaults: not compared: {str(error).removeprefix('idea: ')}; --base COMMIT names a commit")
+        print(f"defaults: not compared: {error}; --base COMMIT names a commit")
         return
     if changed:
         print(f"defaults: other results than {base[:12]}, as after an edit in place: {'; '.join(changed[:2])}")

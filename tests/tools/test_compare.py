@@ -181,10 +181,10 @@ def test_unreadable_runs_are_skipped_with_one_line(tmp_path, capsys):
     (tmp_path / "unread" / "metrics.jsonl").unlink()
     (tmp_path / "unread" / "metrics.jsonl").mkdir()
     shown = printed(capsys, *(tmp_path / name for name in ("empty", "damaged", "unread", "nowhere")), *runs)
-    assert f"skipped: {tmp_path / 'unread'}/metrics.jsonl cannot be read: " in shown
+    assert f"skipped: run: {tmp_path / 'unread'}/metrics.jsonl cannot be read: " in shown
     assert f"skipped: {tmp_path / 'damaged'}/config.yaml is damaged (" in shown
     for name in ("empty", "nowhere"):
-        assert f"skipped: '{tmp_path / name}' is not the directory of a run: it has no config.yaml\n" in shown
+        assert f"skipped: run: '{tmp_path / name}' is not the directory of a run: it has no config.yaml\n" in shown
     assert [row["seeds"] for row in table(shown)] == ["2"]
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -149,13 +148,13 @@ def test_law_is_recovered_predicts_and_resumes(simulated_runs, capsys):
     main(simulated_runs)
     assert (out_dir / "log").read_text() == started, "finished runs are not trained again"
     with pytest.raises(ConfigError, match="arguments '' there, '--optimizer.name muon' now"):
-        main(replace(simulated_runs, arguments="--optimizer.name muon"))
+        main(simulated_runs.replace(arguments="--optimizer.name muon"))
 
 
 @pytest.mark.slow
 def test_widths_search_around_the_rule(simulated_runs, capsys):
     """All learning rates of a width give the same loss here, so the minimum is at an end."""
-    main(replace(simulated_runs, law=False, widths=True, sizes="16,32", budgets="400,800"))
+    main(simulated_runs.replace(law=False, widths=True, sizes="16,32", budgets="400,800"))
     shown = capsys.readouterr().out
     assert "width 16: best learning rate 0.008 or less, 0.25 times the rule's 0.032" in shown
     log = (ladder.ROOT / "law" / "log").read_text().split()
@@ -171,7 +170,7 @@ def test_widths_search_around_the_rule(simulated_runs, capsys):
         ({"law": True, "sizes": "16,24"}, "sizes: 24 is not a multiple of 16"),
         ({"law": True, "budgets": "100"}, "budgets: '100' must be two or more positive integers"),
         ({"widths": True, "budgets": "1,x"}, "budgets: '1,x' must be two or more positive integers"),
-        ({"depth": 3, "corpus": "nowhere"}, "corpus: 'nowhere' is not a corpus that data.prepare has completed"),
+        ({"depth": 3, "corpus": "nowhere"}, "data: 'nowhere' is not a corpus that data.prepare has completed"),
         ({"depth": 3, "tokens_per_parameter": 1e300}, "tokens_per_parameter: 1e+300 for each of"),
         ({"law": True, "arguments": "--data.zipf 1.5"}, "arguments: --data.zipf is set by the ladder"),
         ({"law": True, "arguments": "--config other.yaml"}, "arguments: --config is set by the ladder"),

@@ -54,7 +54,9 @@ def print_recipe(config: ScaleConfig) -> None:
     """Print the config file of a depth."""
     assert config.depth is not None
     if config.corpus:
-        vocab_size = recipe.read_vocab_size(config.corpus)
+        from data.integrity import read_metadata  # imports pyarrow, which is slow
+
+        vocab_size = read_metadata(expand_user_path("corpus", config.corpus))["tokenizer"]["vocab_size"]
     else:
         from data.synthetic.stories import get_story_generator
 

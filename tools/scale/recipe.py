@@ -6,7 +6,6 @@ docs/scaling_law.md has the measurements behind them.
 import functools
 import json
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 from config.errors import ConfigError
@@ -125,16 +124,6 @@ def make_recipe(
     flops = flops_per_token * steps * batch * seq_len
     size = f"{format_count(parameters)} non-embedding parameters, {format_count(tokens)} tokens"
     return [Line("", f"depth {depth}: {size}, {flops:.1e} FLOPs"), *lines]
-
-
-def read_vocab_size(corpus: str) -> int:
-    """Read the vocabulary size of a prepared corpus; raise ConfigError if the folder is not one."""
-    from data.integrity import read_metadata  # imports pyarrow, which is slow
-
-    try:
-        return read_metadata(Path(corpus).expanduser())["tokenizer"]["vocab_size"]
-    except ConfigError as error:
-        raise ConfigError(f"corpus: {str(error).removeprefix('data: ')}") from None
 
 
 def as_yaml(lines: list[Line]) -> str:
