@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from config.errors import ConfigError
 from config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
 from config.paths import expand_user_path
-from config.yaml_files import compose, construct
+from config.yaml_files import read_yaml
 from model.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,18 +54,19 @@ def parse_config(
             "overrides the defaults below. --print_config prints the resulting settings as YAML.",
         )
         raise SystemExit(0)
-    given.problems += [f"{word}: not an option; settings are given as --section.setting VALUE" for word in words]
+    for word in words:
+        given.report(word, f"{word}: not an option; settings are given as --section.setting VALUE")
     files = [value for name, value in options if name == "config"] or [str(DEFAULT_CONFIG)]
     if "config" not in names:
         given.read_file(files[0])
+        if any(name == "init_from" and value != "null" for name, value in options):
+            # The initial model determines the settings of `model`, except those that the user gives.
+            given.values = {name: value for name, value in given.values.items() if not name.startswith("model.")}
     for name, value in options:
         if name == "config":
             given.read_file(value)
         elif name != "print_config":
             given.read_option(name, value)
-    if given.values.get("init_from") is not None and "config" not in names:
-        # The initial model determines the settings of `model`, except those that the user gave.
-        given.drop_section("model")
     config = given.validate()
     if "print_config" in names:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
@@ -104,17 +104,9 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
             given.values[name], words = words, []
         elif words:
             given.read_option(name, words.pop(0))
-    given.problems += [f"{word}: unexpected argument; --help lists all settings" for word in words]
+    for word in words:
+        given.report(word, f"{word}: unexpected argument; --help lists all settings")
     return given.validate()
-
-
-def nested_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings named `section.name` as a dict of sections."""
-    nested: dict[str, Any] = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (nested.setdefault(section, {}) if section else nested)[name] = value
-    return nested
 
 
 class _Given:
@@ -124,9 +116,13 @@ class _Given:
         self.kind, self.fields = kind, dict(all_fields(kind))
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
-        """The config file of a value as the beginning of a message; "" if it comes from the command line."""
-        self.problems: list[str] = []
-        self.without_value: set[str] = set()
+        """The config file of each value as the beginning of a message; "" for the command line."""
+        self.problems: dict[str, str] = {}
+        """The first problem of each setting, file or word."""
+
+    def report(self, name: str, problem: str) -> None:
+        """Add a problem, unless one is known for this setting, file or word."""
+        self.problems.setdefault(name, problem)
 
     def split(self, args: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
         """Return the options of a command line with their values, and all other words.
@@ -154,92 +150,71 @@ class _Given:
             elif is_flag:
                 options.append((name, "true"))
             elif name in self.fields or name == "config":
-                self.problems.append(f"{name}: has no value; give one as --{name}=VALUE")
-                self.without_value.add(name)
+                self.report(name, f"{name}: has no value; give one as --{name}=VALUE")
             else:
                 options.append((name, ""))  # to be reported as unknown
         return options, others
 
     def read_file(self, file: str) -> None:
         """Read the settings of a YAML file."""
-        with self._collect_problem(file):
-            node = compose(expand_user_path("config", file).read_text(encoding="utf-8"))
-            if not isinstance(node, yaml.MappingNode):
+        try:
+            settings = read_yaml(expand_user_path("config", file).read_text(encoding="utf-8"))
+            if not isinstance(settings, dict):
                 raise ConfigError("no line has the form `setting: value`")
-            self._read_mapping(node, file)
+        except OSError as error:
+            self.report(file, f"config: {file}: {error.strerror}")
+        except (ConfigError, UnicodeDecodeError) as error:
+            self.report(file, f"{file}: {error}")
+        else:
+            self._set(settings, f"{file}: ")
 
     def read_option(self, name: str, text: str) -> None:
         """Read a setting of the command line. Lists, mappings and sections are YAML; other values are literal."""
+        value: Any = None if text == "null" else text
         field = self.fields.get(name)
-        if field is None or not (section_class(field) or _has_items(field.annotation)):
-            self._set(name, None if text == "null" else text)
-            return
-        with self._collect_problem(f"{name}: {text}"):
-            node = compose(text)
-            if isinstance(node, yaml.MappingNode) and section_class(field):
-                self._read_mapping(node, "", f"{name}.")
-            else:
-                self._set(name, construct(node) if node else text)
-
-    def drop_section(self, section: str) -> None:
-        """Forget the settings of a section that come from config files."""
-        dropped = [name for name, source in self.sources.items() if source and name.startswith(f"{section}.")]
-        self.values = {name: value for name, value in self.values.items() if name not in dropped}
+        if field is not None and (section_class(field) or _has_items(field.annotation)):
+            try:
+                value = read_yaml(text)
+            except ConfigError as error:
+                self.report(name, f"{name}: {text}: {error}")
+        self._set({name: value})
 
     def validate(self) -> Any:
         """Return an instance of the class of settings; raise ConfigError with all problems."""
         settings = None
         try:
-            settings = self.kind.model_validate(nested_settings(self.values))
+            settings = self.kind.from_flat(self.values)
         except ValidationError as error:
-            problems = explain(error.errors(), self.fields, self.values)
-            new = {name: problem for name, problem in problems.items() if name not in self.without_value}
-            self.problems += [self.sources.get(name, "") + problem for name, problem in new.items()]
+            for name, problem in explain(error.errors(), self.fields, self.values).items():
+                self.report(name, self.sources.get(name, "") + problem)
         if self.problems:
-            raise ConfigError("\n".join(self.problems))
+            raise ConfigError("\n".join(self.problems.values()))
         return settings
 
-    @contextmanager
-    def _collect_problem(self, source: str) -> Iterator[None]:
-        """Collect an error of reading YAML as a problem of a file or an option."""
-        try:
-            yield
-        except OSError as error:
-            self.problems.append(f"config: {source}: {error.strerror}")
-        except RecursionError:
-            self.problems.append(f"{source}: nested too deeply")
-        except yaml.MarkedYAMLError as error:
-            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-            self.problems.append(f"{source}: {line}{error.problem}")
-        except (ConfigError, UnicodeDecodeError, yaml.YAMLError) as error:
-            self.problems.append(f"{source}: {error}")
-
-    def _read_mapping(self, node: yaml.MappingNode, file: str, prefix: str = "", seen: set[str] | None = None) -> None:
-        """Read the settings of a mapping and of the sections in it; `optimizer.lr` may also be a key of its own."""
-        seen = set() if seen is None else seen
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="the name of a setting must be a word", problem_mark=key.start_mark)
-            name = f"{prefix}{key.value}"
-            if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"{name} is set twice", problem_mark=key.start_mark)
-            seen.add(name)
-            if isinstance(value, yaml.MappingNode) and name in self.fields and section_class(self.fields[name]):
-                self._read_mapping(value, file, f"{name}.", seen)
+    def _set(self, settings: dict[str, Any], source: str = "") -> None:
+        found = set()
+        for name, value in self._flatten(settings):
+            if name in found:
+                self.report(name, f"{source}{name} is set twice")
+            elif name not in self.fields:
+                in_section = [other for other in self.fields if other.endswith(f".{name}")]
+                nearest = in_section or get_close_matches(name, self.fields, n=1, cutoff=0.8)
+                remedy = f"did you mean {nearest[0]}? " if nearest else ""
+                self.report(name, f"{source}{name} is not a setting; {remedy}--help lists all")
+            elif section_class(self.fields[name]):
+                self.report(name, f"{source}{name}: {show(value)} is not a section; leave it out for its defaults")
             else:
-                self._set(name, construct(value), file)
+                self.values[name], self.sources[name] = value, source
+            found.add(name)
 
-    def _set(self, name: str, value: Any, file: str = "") -> None:
-        source = f"{file}: " if file else ""
-        if name not in self.fields:
-            in_section = [other for other in self.fields if other.endswith(f".{name}")]
-            nearest = in_section or get_close_matches(name, self.fields, n=1, cutoff=0.8)
-            remedy = f"did you mean {nearest[0]}? " if nearest else ""
-            self.problems.append(f"{source}{name} is not a setting; {remedy}--help lists all")
-        elif section_class(self.fields[name]):
-            self.problems.append(f"{source}{name}: {show(value)} is not a section; leave it out for its defaults")
-        else:
-            self.values[name], self.sources[name] = value, source
+    def _flatten(self, settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield settings by dotted name; `optimizer.lr` may also be a key of its own."""
+        for key, value in settings.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and name in self.fields and section_class(self.fields[name]):
+                yield from self._flatten(value, f"{name}.")
+            else:
+                yield name, value
 
 
 def _has_items(annotation: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from config.errors import ConfigError
+
 
 class _Loader(yaml.BaseLoader):
     def construct_scalar(self, node: yaml.ScalarNode) -> str | None:
@@ -24,11 +26,14 @@ class _Loader(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def compose(text: str) -> yaml.Node | None:
-    """Return the nodes of a YAML text, None if it has none; raise yaml.YAMLError or RecursionError."""
-    return yaml.compose(text, _Loader)
-
-
-def construct(node: yaml.Node) -> Any:
-    """Return the lists, dicts, strings and None of a node; raise yaml.YAMLError, also for a key that is set twice."""
-    return _Loader("").construct_document(node)
+def read_yaml(text: str) -> Any:
+    """Return the lists, dicts, strings and None of a text; raise ConfigError, with the line, for invalid YAML."""
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError("nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{line}{error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(error)) from None

@@ -27,6 +27,15 @@ class Settings(BaseModel):
         defer_build=True,
     )
 
+    @classmethod
+    def from_flat(cls, settings: dict[str, Any]) -> Self:
+        """Return validated settings from values named like `optimizer.lr`."""
+        nested: dict[str, Any] = {}
+        for key, value in settings.items():
+            section, _, name = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[name] = value
+        return cls.model_validate(nested)
+
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some settings changed; `**{"optimizer.lr": 0.1}` changes one of a section."""
         settings = dict(self)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from config.errors import ConfigError
 from config.help import all_fields, explain
-from config.parser import nested_settings
 from config.schema import TrainConfig, flat_settings
 
 DEFAULTS = TrainConfig().flat()
@@ -82,7 +81,7 @@ def _validate(settings: dict[str, Any], ignored: str = "") -> TrainConfig | None
     """
     known = {key: value for key, value in flat_settings(settings).items() if key in DEFAULTS}
     try:
-        return TrainConfig.model_validate(nested_settings(known))
+        return TrainConfig.from_flat(known)
     except ValidationError as error:
         errors = [problem for problem in error.errors() if problem["type"] != ignored]
         if problems := explain(errors, dict(all_fields(TrainConfig)), known):
