@@ -112,7 +112,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The flat settings (`section.name: value`) of config.yaml."""
-        settings = read_settings(self.path / "config.yaml", remedy="")
+        settings = read_settings(self.path / "config.yaml")
         if settings is None:
             raise ConfigError(f"run: {str(self.path)!r} is not the directory of a run: it has no config.yaml")
         return settings

@@ -14,7 +14,7 @@ from config.paths import expand_user_path
 from config.schema import TrainConfig
 from model.config import GPTConfig
 from run.directory import Run
-from run.stored_settings import complete_settings, no_such_setting, read_settings
+from run.stored_settings import complete_settings, read_settings, unknown_settings
 from training.schedule import SCHEDULES, scheduled_value
 
 # Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared
@@ -94,16 +94,14 @@ def differing_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str,
         free.discard("data.path")  # it alone identifies data without a hash, such as a source that a fork added
     elif _have_same_weights(stored["data.mix"], given["data.mix"]):
         free.add("data.mix")  # its keys are paths
-    messages = {}
-    for key in sorted((stored.keys() | given.keys()) - unresolved):
-        section = key.split(".")[0]
-        if key not in FIXED_SETTINGS and (key in free or section in free):
-            continue
-        if key not in given:
-            messages[key] = no_such_setting(key, stored[key])
-        elif stored[key] != given[key]:
-            messages[key] = f"{key}: {stored[key]} in the run, {given[key]} now"
-    return messages
+    changed = {key: value for key, value in given.items() if value != stored[key] and key not in unresolved}
+    messages = {key: f"{key}: {stored[key]} in the run, {value} now" for key, value in changed.items()}
+    messages |= unknown_settings(stored)
+    return {
+        key: message
+        for key, message in messages.items()
+        if key in FIXED_SETTINGS or not free & {key, key.partition(".")[0]}
+    }
 
 
 def is_fixed_in_branch(setting: str) -> bool:
@@ -116,12 +114,21 @@ def _have_same_weights(one: Any, other: Any) -> bool:
     return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
 
 
-def check_resume(run: Run, config: TrainConfig, stored: dict[str, Any], step: int = 0) -> None:
-    """Raise OtherRunError if a run with the flat settings `stored` would have trained otherwise with this config.
+def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> None:
+    """Raise OtherRunError if the existing run would have trained otherwise with this config.
 
-    A setting that is not free differs, or another number of steps changes a scheduled value of its steps until `step`.
-    The message names the settings, and `--branch_from` if these settings can continue from the newest checkpoint.
+    A setting that is not free differs, or another number of steps changes a scheduled value of a completed step. The
+    message names the settings, and `--branch_from` if these settings can continue from the newest checkpoint.
+
+    Args:
+        run: the run.
+        config: its resolved settings in this session.
+        manifest: of the checkpoint to resume from; None if the run has none.
     """
+    if manifest is not None:
+        stored, step = complete_settings(manifest.config), manifest.step
+    else:
+        stored, step = run.settings, 0
     different = differing_settings(stored, config)
     if config.steps < step:
         different["steps"] = f"steps: {config.steps} is less than the {step} completed steps"
@@ -174,26 +181,26 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
     path, manifest, rejected = newest_valid(run.checkpoints)
     for reason in rejected:
         print(f"Checkpoint skipped: {reason}")
-    if path is not None and manifest is not None:
-        if "mixed_precision" in compare_facts(vars(manifest), facts):
+    if manifest is not None or (run.path / "config.yaml").exists():
+        check_resume(run, config, manifest)
+    if path is None or manifest is None:
+        if rejected or had_checkpoint(run):
             raise ConfigError(
-                f"mixed_precision: {facts['mixed_precision']} in this launch, but {path} was trained with "
-                f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
+                f"no valid checkpoint is left in {run.checkpoints}; repair one, or start afresh with --resume never"
             )
-        check_resume(run, config, complete_settings(manifest.config), manifest.step)
-    elif rejected or had_checkpoint(run):
-        raise ConfigError(
-            f"no valid checkpoint is left in {run.checkpoints}; repair one, or start afresh with --resume never"
-        )
-    elif config.branch_from is not None:
+        if config.branch_from is None:
+            return StartingPoint()
         path = Path(config.branch_from)
         try:
             manifest = validate(path)
         except InvalidCheckpoint as invalid:
             raise ConfigError(f"branch_from: {invalid}") from None
         check_branch(config, path, manifest)
-    if path is None or manifest is None:
-        return StartingPoint()
+    elif "mixed_precision" in compare_facts(vars(manifest), facts):
+        raise ConfigError(
+            f"mixed_precision: {facts['mixed_precision']} in this launch, but {path} was trained with "
+            f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
+        )
     report_changes(path, manifest, facts, config.exact)
     return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics)
 

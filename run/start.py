@@ -26,7 +26,6 @@ from run.metrics_log import truncate_after_step
 from run.resume import (
     StartingPoint,
     check_new_run,
-    check_resume,
     choose_starting_point,
     differing_settings,
     resumed_settings,
@@ -36,7 +35,7 @@ from run.resume import (
 
 
 def check_run(run: Run, config: TrainConfig) -> None:
-    """Raise ConfigError if the directory cannot be written, or holds a run that these settings would change.
+    """Raise ConfigError if the directory cannot be written, or a new run would move an input or is one itself.
 
     Every process calls it before the process group exists; nothing is written.
     """
@@ -50,10 +49,8 @@ def check_run(run: Run, config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-    if (stored := resumed_settings(run.path, config)) is None:
+    if resumed_settings(run.path, config) is None:
         check_new_run(run.path, config)
-    else:
-        check_resume(run, config, stored)
 
 
 def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:

@@ -19,27 +19,20 @@ def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | flat_settings(stored)
 
 
-def read_settings(file: Path, remedy: str = "; --resume never moves that run aside") -> dict[str, Any] | None:
+def read_settings(file: Path) -> dict[str, Any] | None:
     """Return the flat settings of the run whose config.yaml is `file`; None if there is no such file.
 
-    Raise ConfigError, which ends in `remedy`, if it is damaged.
+    Raise ConfigError if it is damaged. A fork may have added settings, and choices of a setting.
     """
     try:
-        if not isinstance(stored := yaml.safe_load(file.read_text()), dict):
-            raise ValueError("it is empty" if stored is None else "it has no settings")
-        settings = complete_settings(stored)
-        if odd := [key for key in settings if not isinstance(key, str)]:
-            raise ValueError(f"{odd[0]} is not the name of a setting")
-        if config := _validate(settings, ignored="literal_error"):  # a fork may have added choices
-            settings |= config.flat()
-        if unresolved := [name for name in ("global_batch_size", "data.seed") if settings[name] is None]:
-            raise ValueError(f"{unresolved[0]}: null")
+        settings = complete_settings(yaml.safe_load(file.read_text()))
+        _validate(settings, ignored="literal_error")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, RecursionError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is damaged ({error}){remedy}") from None
+    except (yaml.YAMLError, RecursionError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged ({error}); --resume never moves that run aside") from None
     return settings
 
 
@@ -53,10 +46,6 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
     config = None
     try:
         config = _validate(settings)
-        assert config is not None, "no error is ignored"
-        problems += config.model.problems()
-        if config.model.vocab_size is None:
-            problems.append("model.vocab_size: null, but every run stores a number")
     except ValueError as error:
         problems.append(str(error))
     if config is None or problems:
@@ -66,12 +55,11 @@ def config_of(settings: dict[str, Any]) -> TrainConfig:
 
 def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return the settings of a run that this code does not have, each with a message."""
-    return {key: no_such_setting(key, value) for key, value in flat_settings(settings).items() if key not in DEFAULTS}
-
-
-def no_such_setting(key: str, value: Any) -> str:
-    """Return the message for a setting of a run that this code does not have."""
-    return f"{key}: {value} in the run, but this code has no such setting"
+    return {
+        key: f"{key}: {value} in the run, but this code has no such setting"
+        for key, value in flat_settings(settings).items()
+        if key not in DEFAULTS
+    }
 
 
 def _validate(settings: dict[str, Any], ignored: str = "") -> TrainConfig | None:

@@ -46,8 +46,8 @@ from config.parser import parse_config
 from config.schema import TrainConfig
 from data.files import write_once
 from run.directory import Run, surviving_sessions
-from run.resume import check_resume, differing_settings, with_stored_model
-from run.stored_settings import complete_settings, read_settings
+from run.resume import check_resume, with_stored_model
+from run.stored_settings import read_settings
 from tools import compare
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner, raise_stopped
@@ -141,13 +141,12 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
     path = run_path(config)
     if config.init_from is not None:  # train.py copies the model's settings from there
         config = with_stored_model(config, stored)
-    if different := [*differing_settings(stored, config).values(), *different_facts(path, facts)]:
+    check_resume(Run(path), config, next(iter(Run(path).manifests().values()), None))
+    if different := different_facts(path, facts):
         lines = "\n  ".join(different)
         raise ConfigError(
-            f"{path} holds a run with other settings:\n  {lines}\nchoose another --name or --out_dir for the sweep"
+            f"{path} has a run of another launch or other code:\n  {lines}\nchoose another --name or --out_dir"
         )
-    for manifest in [*Run(path).manifests().values()][:1]:
-        check_resume(Run(path), config, complete_settings(manifest.config), manifest.step)
 
 
 def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:

@@ -23,7 +23,7 @@ from data.files import sha256
 from run import resume
 from run.directory import LOCK_FILE, Run, Status
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
-from run.start import check_run, record_outcome
+from run.start import check_run, prepare_run, record_outcome
 from run.stored_settings import complete_settings, read_settings
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
@@ -58,6 +58,11 @@ def stored(**changes):
         if value is not ...:
             settings[section][name] = value
     return settings, config
+
+
+def checkpoint_of(settings, step):
+    """The facts of a manifest that a resume compares."""
+    return SimpleNamespace(config=settings, step=step)
 
 
 def test_missing_stored_setting_is_current_default():
@@ -121,7 +126,7 @@ def test_resume_refuses_changed_scheduled_values(tmp_path, monkeypatch):
     config = config.replace(**changes)
     settings |= {"schedule": config.schedule.model_dump(), "steps": 4}
     with pytest.raises(ConfigError, match="steps: 4 in the run, 8 now: in step 1, weight_decay was 0.375 and would be"):
-        resume.check_resume(Run(tmp_path), config, complete_settings(settings), step=4)
+        resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
 
 
 def test_data_path_may_change_with_equal_hash():
@@ -156,12 +161,12 @@ def test_removed_stored_setting_is_named():
 
 
 def test_resume_with_missing_or_removed_setting(run):
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    del settings["optimizer"]["betas"], settings["data"]["num_workers"]
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    newest, manifest = next(iter(Run(run).manifests().items()))
+    del manifest.config["optimizer"]["betas"], manifest.config["data"]["num_workers"]
+    manifest.write(newest)
     train(*RECIPE, "--out_dir", run.parent)
-    settings["optimizer"]["nesterov"] = True
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    manifest.config["optimizer"]["nesterov"] = True
+    manifest.write(newest)
     done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
     assert "optimizer.nesterov: True in the run, but this code has no such setting" in done.stderr
 
@@ -236,7 +241,7 @@ def test_unchanged_resume_compares_no_learning_rates(tmp_path, monkeypatch):
     """Comparing them would take time proportional to the completed steps."""
     config = parse_config([*map(str, RECIPE), "--steps", str(2**40)])
     monkeypatch.delattr(resume, "scheduled_value")
-    resume.check_resume(Run(tmp_path), config, config.flat(), step=2**39)
+    resume.check_resume(Run(tmp_path), config, checkpoint_of(config.model_dump(mode="json"), 2**39))
 
 
 def test_branch_refuses_zero_remaining_steps(run):
@@ -369,7 +374,7 @@ def test_refused_other_corpus_keeps_status(run):
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     directory = Run.from_config(config)
     with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), record_outcome(directory, config):
-        check_run(directory, config.replace(**{"data.hash": "00ff"}))
+        prepare_run(directory, config.replace(**{"data.hash": "00ff"}), {})
     assert Run(run).status() == Status("finished", STEPS)
 
 
@@ -550,12 +555,10 @@ def test_damaged_status_is_none(content, tmp_path):
 # Config, output, defaults
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "a: b: c", "steps: 4", "{[", "resume: 3\nglobal_batch_size: 4", "\0", "&a [*a]"]
-)
+@pytest.mark.parametrize("content", ["", "[]", "a: b: c", "{[", "steps: x", "\0", "&a [*a]"])
 def test_damaged_run_config_is_reported(content, run):
     (run / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="config.yaml is damaged|with other settings"):
+    with pytest.raises(ConfigError, match="config.yaml is damaged"):
         check_run(Run(run), parse_config([*map(str, RECIPE)]))
 
 

@@ -189,7 +189,7 @@ def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
     starts = sweep.directory / names[1] / "sessions.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))
     with pytest.raises(
-        ConfigError, match=f"{names[1]} holds a run with other settings:\n  {name}: {there} in the run, "
+        ConfigError, match=f"{names[1]} has a run of another launch or other code:\n  {name}: {there} in the run, "
     ):
         main(SweepConfig(arguments=[*TINY_STORIES, "--out_dir", str(sweep.directory), "--seed", "0,1"]))
     assert sweep("--seed", "0,1", "--resume", "never") == names
