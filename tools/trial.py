@@ -23,7 +23,7 @@ import yaml
 from config.errors import ConfigError
 from run.directory import Run
 from tests.support import forked
-from tools.experiment.change import Worktrees, git, resolve_commits
+from tools.experiment.change import Checkouts, git, resolve_commits
 
 # An evaluation after each step leaves time to kill the processes.
 TRIAL = ["--config", "tests/support/tiny_stories.yaml", "--steps", "20"]
@@ -103,8 +103,8 @@ def report_defaults(base: str) -> None:
         if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{tree}^{{tree}}"):
             print(f"defaults: no code differs from {base[:12]}; --base COMMIT names an earlier one")
             return
-        with Worktrees() as trees:
-            changed = changed_results(*train_at_defaults(trees.folder(base), trees.folder(tree)))
+        with Checkouts() as checkouts:
+            changed = changed_results(*train_at_defaults(checkouts.folder(base), checkouts.folder(tree)))
     except ConfigError as error:
         print(f"defaults: not compared: {error}; --base COMMIT names a commit")
         return

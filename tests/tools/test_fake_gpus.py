@@ -19,7 +19,7 @@ def test_replay_reproduces_step(run):  # noqa: F811
 
 
 def test_experiment_gives_each_run_a_gpu(tmp_path):
-    words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "2", "--json", "true"]
+    words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "3", "--json", "true"]
     words += ["--lab", str(tmp_path)]
     command = [sys.executable, "-m", "tools.experiment", *words]
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=600)

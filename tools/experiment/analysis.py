@@ -1,7 +1,7 @@
 """Effects of the ideas of a screen.
 
 The effect of an idea is the change of the mean over seeds of the log of the loss when the idea is on, averaged over
-the rows of the design; it is reported as the change of the geometric mean. It is estimated by least squares from all
+the runs of the design; it is reported as the change of the geometric mean. It is estimated by least squares from all
 runs that finished.
 
 Intervals and p-values are the widest of three, because each fails somewhere:
@@ -22,10 +22,10 @@ rates are simulated in tests/tools/experiment/test_analysis.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -56,22 +56,20 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Idea(Effect):
+class IdeaEffect(Effect):
     """The effect of an idea on the loss, and what the idea costs."""
 
     idea: str
     failed: int
     """Number of failed runs with the idea on; unless it is failed itself, without runs that have a failed idea on."""
-    failed_p: float
-    """One-sided p-value of Fisher's exact test that runs with the idea on fail more often, over the same runs."""
-    seconds: float
-    """Seconds a step with the idea on, divided by those with it off."""
-    parameters: float
-    """Ratio of the parameters, likewise."""
-    flops: float
-    """Ratio of the FLOPs, likewise."""
     equal_compute: Effect | None
     """The effect if the runs without the idea had the compute of those with it."""
+    seconds: float = math.nan
+    """Seconds a step with the idea on, divided by those with it off."""
+    parameters: float = math.nan
+    """Ratio of the parameters, likewise."""
+    flops: float = math.nan
+    """Ratio of the FLOPs, likewise."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,13 @@ class Interaction(Effect):
 
 
 @dataclass(frozen=True)
-class Screen:
+class Analysis:
     """The result of a screen."""
 
     runs: int
     """Runs so far, failed ones included."""
     failed: int
-    deviation: float
-    """Residual standard deviation of the log of the loss over seeds."""
-    ideas: list[Idea]
+    ideas: list[IdeaEffect]
     interactions: list[Interaction]
     """Pairs of ideas that are better, the largest interaction first."""
 
@@ -111,81 +107,70 @@ class Screen:
         return plain(asdict(self))
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """Least-squares estimates of the changes of a value when each idea is on, [ideas]; NaN where undetermined."""
 
     estimate: np.ndarray
     half_width: np.ndarray
     p: np.ndarray
-    deviation: float
 
 
 def analyze(
     ideas: Sequence[str],
-    rows: np.ndarray,
+    on: np.ndarray,
     log_losses: np.ndarray,
-    seconds: np.ndarray | None = None,
-    parameters: np.ndarray | None = None,
-    flops: np.ndarray | None = None,
+    costs: Mapping[str, np.ndarray] | None = None,
     compute: np.ndarray | None = None,
     compute_slope: float = -1.2,
-) -> Screen:
+) -> Analysis:
     """Analyze the runs of a screen so far.
 
     Args:
         ideas: Names.
-        rows: Which ideas were on in each run, boolean [runs, ideas].
+        on: Which ideas were on in each run, boolean [runs, ideas].
         log_losses: Log of the excess loss, or of the loss, of each run; NaN or infinite for runs that failed.
-        seconds: Seconds a step of each run, positive; NaN for failed runs.
-        parameters: Parameters of each run.
-        flops: FLOPs/token of each run.
+        costs: `seconds` a step, `parameters` and `flops` a token of each run, positive; NaN for failed runs.
         compute: What is to be equal in `equal_compute`: seconds or FLOPs of each run.
         compute_slope: Change of the log loss by that of the log compute. The default is the excess loss of
             configs/lab.yaml by its steps, from the compute multipliers in docs/experiments.md.
     """
-    rows, log_losses = np.asarray(rows, bool), np.asarray(log_losses, float)
+    on, log_losses = np.asarray(on, bool), np.asarray(log_losses, float)
     finished = np.isfinite(log_losses)
-    fit = least_squares(rows, log_losses)
-    effects = judge(fit.estimate, fit.half_width, fit.p)
-    p_failed, num_failed, fails = attribute_failures(rows, ~finished)
+    effects = to_effects(least_squares(on, log_losses))
+    num_failed, is_failed = attribute_failures(on, ~finished)
     at_equal_compute: list[Effect | None] = [None] * len(ideas)
     if compute is not None:
-        equal = least_squares(rows, log_losses - compute_slope * np.log(compute))
-        at_equal_compute = [*judge(equal.estimate, equal.half_width, equal.p)]
-    costs = [ratios(rows, values) for values in (seconds, parameters, flops)]
+        at_equal_compute = [*to_effects(least_squares(on, log_losses - compute_slope * np.log(compute)))]
+    ratios: dict[str, Any] = {
+        name: np.exp(least_squares(on, np.log(values)).estimate).tolist() for name, values in (costs or {}).items()
+    }
     results = [
-        Idea(
-            **vars(replace(effect, verdict="failed") if fails[index] else effect),
+        IdeaEffect(
+            **vars(replace(effect, verdict="failed") if is_failed[index] else effect),
             idea=ideas[index],
             failed=int(num_failed[index]),
-            failed_p=float(p_failed[index]),
-            seconds=costs[0][index],
-            parameters=costs[1][index],
-            flops=costs[2][index],
             equal_compute=at_equal_compute[index],
+            **{name: values[index] for name, values in ratios.items()},
         )
         for index, effect in enumerate(effects)
     ]
     accepted = [index for index, result in enumerate(results) if result.verdict == "better"]
-    interactions = find_interactions(ideas, rows, log_losses, accepted)
-    return Screen(len(rows), int((~finished).sum()), fit.deviation, results, interactions)
+    return Analysis(len(on), int((~finished).sum()), results, find_interactions(ideas, on, log_losses, accepted))
 
 
-def least_squares(rows: np.ndarray, values: np.ndarray) -> Fit:
-    """Fit an intercept and a change for each idea to the finite values; `rows` is boolean [runs, ideas]."""
+def least_squares(on: np.ndarray, values: np.ndarray) -> Fit:
+    """Fit an intercept and a change for each idea to the finite values; `on` is boolean [runs, ideas]."""
     finite = np.isfinite(values)
-    rows, values = rows[finite], values[finite]
-    n, num_ideas = rows.shape
-    features = np.c_[np.ones(n), rows]
+    on, values = on[finite], values[finite]
+    n, num_ideas = on.shape
+    features = np.c_[np.ones(n), on]
     inverse = np.linalg.pinv(features)
     freedom = n - np.linalg.matrix_rank(features) if n else 0
-    nothing = np.full(num_ideas, np.nan)
     if freedom < MIN_FREEDOM:
-        return Fit(nothing, nothing, nothing, np.nan)
+        return Fit(*np.full((3, num_ideas), np.nan))
     weights = inverse[1:]  # [ideas, runs]: the estimates are weights @ values
     estimable = np.isclose(inverse @ features, np.eye(num_ideas + 1), atol=1e-8)[1:].all(1)
-    estimable &= rows.sum(0) >= MIN_RUNS_ON
+    estimable &= on.sum(0) >= MIN_RUNS_ON
     residual_maker = np.eye(n) - features @ inverse
     squares = (residual_maker @ values) ** 2
     mixing = residual_maker**2  # expected squares = mixing @ variances
@@ -194,19 +179,19 @@ def least_squares(rows: np.ndarray, values: np.ndarray) -> Fit:
     unbiased = np.linalg.solve(mixing + 1e-3 * np.eye(n), weights.T**2).T  # `mixing` may be singular
     # HC2 is a quadratic form in the residuals: twice its squared mean, divided by its variance at equal variances.
     robust_freedom = (hc2 @ own) ** 2 / np.einsum("ki,ij,kj->k", hc2, mixing, hc2).clip(1e-300)
-    deviation = np.sqrt(squares.sum() / freedom)
-    usual = deviation * np.sqrt((weights**2).sum(1))
+    usual = np.sqrt(squares.sum() / freedom * (weights**2).sum(1))
     robust = np.sqrt(np.maximum(hc2 @ squares, unbiased @ squares))
     estimate = np.where(estimable, weights @ values, np.nan)
     half_widths, p_values = [], []
     for error, degrees in ((usual, freedom), (robust, robust_freedom.clip(1, freedom))):
         half_widths.append(error * stats.t.isf(ALPHA / 2, degrees))
         p_values.append(2 * stats.t.sf(np.abs(estimate) / error.clip(1e-12), degrees))
-    return Fit(estimate, np.max(half_widths, 0), np.max(p_values, 0), deviation)
+    return Fit(estimate, np.max(half_widths, 0), np.max(p_values, 0))
 
 
-def judge(estimate: np.ndarray, half_width: np.ndarray, p: np.ndarray) -> list[Effect]:
+def to_effects(fit: Fit) -> list[Effect]:
     """Return the effects of changes of the log, with q-values and verdicts over all of them."""
+    estimate, half_width, p = fit
     if not len(p):
         return []
     q = stats.false_discovery_control(np.nan_to_num(LOOKS * p, nan=1).clip(max=1))
@@ -216,46 +201,37 @@ def judge(estimate: np.ndarray, half_width: np.ndarray, p: np.ndarray) -> list[E
     return [Effect(*row) for row in zip(*columns, strict=True)]
 
 
-def ratios(rows: np.ndarray, values: np.ndarray | None) -> list[float]:
-    """Return by which factor each idea changes positive values of the runs, [ideas]; NaN where unknown."""
-    if values is None:
-        return [math.nan] * rows.shape[1]
-    return np.exp(least_squares(rows, np.log(values)).estimate).tolist()
+def attribute_failures(on: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of failed runs, and which ideas make runs fail, each [ideas].
 
-
-def attribute_failures(rows: np.ndarray, failed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return p-values of Fisher's test, numbers of failed runs, and which ideas make runs fail, each [ideas].
-
-    The idea with the smallest p-value is blamed if that is significant among all ideas, at any look. The runs with it
-    are then left out, so that the other ideas in them are not blamed too.
+    The idea with the smallest p-value of Fisher's exact test is blamed if that is significant among all ideas, at any
+    look. The runs with it are then left out, so that the other ideas in them are not blamed too.
     """
-    num_ideas = rows.shape[1]
-    p_values, counts, blamed = np.ones(num_ideas), np.zeros(num_ideas, int), np.zeros(num_ideas, bool)
+    num_ideas = on.shape[1]
+    counts, blamed = np.zeros(num_ideas, int), np.zeros(num_ideas, bool)
     while not blamed.all():
-        left = ~rows[:, blamed].any(1)
-        on, both = rows[left].sum(0), (rows & failed[:, None])[left].sum(0)
+        left = ~on[:, blamed].any(1)
+        both = (on & failed[:, None])[left].sum(0)
         counts = np.where(blamed, counts, both)
-        fisher = np.where(both, stats.hypergeom.sf(both - 1, left.sum(), failed[left].sum(), on), 1)
-        p_values = np.where(blamed, p_values, fisher)
-        worst = int(np.where(blamed, np.inf, p_values).argmin())
-        if LOOKS * num_ideas * p_values[worst] > ALPHA:
+        p = np.where(both, stats.hypergeom.sf(both - 1, left.sum(), failed[left].sum(), on[left].sum(0)), 1)
+        if LOOKS * num_ideas * p.min() > ALPHA:
             break
-        blamed[worst] = True
-    return p_values, counts, blamed
+        blamed[p.argmin()] = True
+    return counts, blamed
 
 
 def find_interactions(
-    ideas: Sequence[str], rows: np.ndarray, log_losses: np.ndarray, accepted: list[int]
+    ideas: Sequence[str], on: np.ndarray, log_losses: np.ndarray, accepted: list[int]
 ) -> list[Interaction]:
     """Return the interactions of all pairs of accepted ideas, the largest first, each estimated by itself."""
     pairs, estimates = [], []
     for first, second in combinations(accepted, 2):
-        both = rows[:, first] & rows[:, second]
+        both = on[:, first] & on[:, second]
         runs = int((both & np.isfinite(log_losses)).sum())
         if runs >= MIN_RUNS_BOTH:
-            fit = least_squares(np.c_[rows, both], log_losses)
+            fit = least_squares(np.c_[on, both], log_losses)
             pairs.append({"ideas": (ideas[first], ideas[second]), "runs": runs})
-            estimates.append((fit.estimate[-1], fit.half_width[-1], fit.p[-1]))
-    effects = judge(*np.reshape(estimates, (-1, 3)).T)
+            estimates.append([column[-1] for column in fit])
+    effects = to_effects(Fit(*np.reshape(estimates, (-1, 3)).T))
     found = [Interaction(**vars(effect), **pair) for effect, pair in zip(effects, pairs, strict=True)]
     return sorted(found, key=lambda one: -abs(np.nan_to_num(np.log1p(one.effect))))

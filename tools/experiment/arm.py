@@ -1,13 +1,16 @@
-"""Code, launch and settings that are trained with one seed or several."""
+"""Recipes, which ideas change, and arms: code, launch and settings that are trained with one seed or several."""
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,13 @@ import yaml
 
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
+from config.paths import expand_user_path
 from config.schema import flat_settings
 from data.files import sha256 as hash_file
+from data.files import write_once
 from run.directory import Run
-from tools.experiment.config_files import copy_config_files
+from tools.experiment import change
+from tools.experiment.change import Checkouts, Idea
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job
 from tools.scale.recipe import LR_POWER
@@ -30,6 +36,81 @@ EXIT_REFUSED = 2  # train.py's exit code for wrong settings
 WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 CANDIDATE = Path(__file__).with_name("candidate.py")
 LOSS, EXCESS_LOSS = "val/loss", "val/excess_loss"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the ideas of a lab change: a commit, settings, and the command that starts runs."""
+
+    lab: Path
+    commit: str | None
+    """None outside of a git repository: the code is this folder."""
+    words: list[str]
+    """Settings of train.py for all runs."""
+    launch: Launch
+    checkouts: Checkouts
+    config_files: dict[Path, str] = field(default_factory=dict)
+    """Copy of each config file."""
+
+    def arm(self, ideas: Iterable[Idea] = (), commit: str | None = None) -> "Arm":
+        """Return the arm with some ideas on; its settings are resolved by its own code.
+
+        Args:
+            ideas: in the order in which they are merged.
+            commit: a commit that has the patches of the ideas; by default one is made.
+
+        Raises:
+            ConfigError: the patches of the ideas conflict, or the code refuses the settings.
+            RunError: the code crashes.
+        """
+        ideas = [*ideas]
+        code = self.checkouts.folder(commit or change.merge(self.commit, ideas))
+        words = self.copy_config_files([*self.words, *(word for idea in ideas for word in idea.settings)], code)
+        done = subprocess.run(
+            [sys.executable, str(code / "train.py"), *words, "--print_config"],
+            capture_output=True,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for tools.experiment to handle
+        )
+        if done.returncode:
+            message = done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}"
+            message = re.sub(rf"{re.escape(str(self.lab / 'configs'))}/[0-9a-f]+/", "", message)
+            if done.returncode == EXIT_REFUSED:
+                raise ConfigError(message)
+            raise RunError(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
+        settings = flat_settings(yaml.safe_load(done.stdout))
+        if settings["name"] is None:  # as train.py derives it, from the last config file
+            last = max(index for index, word in enumerate(words) if word.startswith("--config"))
+            settings["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
+        is_judged = code != self.checkouts.folder(self.commit)
+        inputs = input_hashes(settings)
+        return Arm(code, code_hash(code), self.launch, tuple(words), settings, self.lab, inputs, is_judged)
+
+    def copy_config_files(self, words: list[str], code: Path) -> list[str]:
+        """Return the words with the paths of copies of the config files, so that edits reach no run.
+
+        Of files in this repository, the versions of the code are copied.
+        """
+
+        def copy(name: str) -> str:
+            file = Path(os.path.abspath(expand_user_path("config", name)))
+            if file.is_relative_to(change.ROOT) and (own := code / file.relative_to(change.ROOT)).is_file():
+                file = own
+            if file not in self.config_files and file.is_file():
+                content = file.read_bytes()  # train.py derives the name of a run from that of the file
+                path = self.lab / "configs" / sha256(content).hexdigest()[:12] / file.name
+                self.config_files[file] = str(write_once(path, content))
+            return self.config_files.get(file, name)
+
+        copied = []
+        for before, word in pairwise(["", *words]):
+            option, equals, value = word.partition("=")
+            if before == "--config":
+                word = copy(word)
+            elif option == "--config" and equals:
+                word = f"--config={copy(value)}"
+            copied.append(word)
+        return copied
 
 
 @dataclass(frozen=True)
@@ -50,38 +131,11 @@ class Arm:
     is_judged: bool = False
     """Whether the code is not trusted: tools/experiment/judge.py then computes the loss of its runs."""
 
-    @classmethod
-    def resolve(cls, code: Path, launch: Launch, words: list[str], lab: Path, is_judged: bool = False) -> "Arm":
-        """Resolve the words to settings with the arm's own code.
-
-        Raises:
-            ConfigError: the code refuses the words.
-            RunError: the code crashes.
-        """
-        words = copy_config_files(words, lab / "configs", code)
-        done = subprocess.run(
-            [sys.executable, str(code / "train.py"), *words, "--print_config"],
-            capture_output=True,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for tools.experiment to handle
-        )
-        if done.returncode:
-            message = done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}"
-            message = re.sub(rf"{re.escape(str(lab / 'configs'))}/[0-9a-f]+/", "", message)
-            if done.returncode == EXIT_REFUSED:
-                raise ConfigError(message)
-            raise RunError(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
-        settings = flat_settings(yaml.safe_load(done.stdout))
-        if settings["name"] is None:  # as train.py derives it, from the last config file
-            last = max(index for index, word in enumerate(words) if word.startswith("--config"))
-            settings["name"] = Path(words[last].partition("=")[2] or words[last + 1]).stem
-        return cls(code, code_hash(code), launch, tuple(words), settings, lab, input_hashes(settings), is_judged)
-
     def changed(self, settings: dict[str, Any]) -> "Arm":
         """Return the arm with other values of settings."""
         written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
         words = tuple(f"--{name}={value}" for name, value in written.items())
-        return replace(self, words=self.words + words, settings=self.settings | settings)
+        return replace(self, words=(*self.words, *words), settings=self.settings | settings)
 
     @cached_property
     def digest(self) -> str:
@@ -100,8 +154,8 @@ class Arm:
         run = Run(self.lab / "runs" / f"{self.name}-{seed}")
         program = [str(self.code / "train.py")]
         if self.is_judged:
-            rows = self.lab / "rows" / run.path.name
-            program = [str(CANDIDATE), str(self.code), "train", str(rows)]
+            hashes = self.lab / "hashes" / run.path.name
+            program = [str(CANDIDATE), str(self.code), "train", str(hashes)]
         own = ["--name", run.path.name, "--seed", str(seed), "--out_dir", str(run.path.parent)]
         command = (*self.launch.command, *program, *self.words, *own)
         return Job(run, self.settings["steps"], command, keep_checkpoints=self.is_judged)

@@ -1,12 +1,12 @@
 """Runs a checkout's own code: trains it, computes its logits, runs the checks of its verify.py.
 
-    python tools/experiment/candidate.py CODE train ROWS [settings of train.py]
+    python tools/experiment/candidate.py CODE train HASHES [settings of train.py]
     python tools/experiment/candidate.py CODE logits FILE_DESCRIPTOR
     python tools/experiment/candidate.py CODE checks [settings of train.py]
 
-CODE may be changed by whoever profits from a good score. So this process decides nothing: it trains, records which rows
-enter the model, and computes logits from tokens without knowing what they are compared with. tools/experiment/scorer.py
-judges both in another process, with the code of the baseline.
+CODE may be changed by whoever profits from a good score. So this process decides nothing: it trains, records which
+sequences enter the model, and computes logits from tokens without knowing what they are compared with.
+tools/experiment/scorer.py judges both in another process, with the code of the baseline.
 """
 
 import functools
@@ -24,21 +24,21 @@ from torch import Tensor
 EXIT_STOPPED = 75  # of train.py, after it has saved
 
 
-def hash_rows(rows: Tensor) -> Tensor:
-    """Hash every row of tokens on its device, int64 [B, T] -> int64 [B].
+def hash_sequences(input_ids: Tensor) -> Tensor:
+    """Hash every sequence of tokens on its device, int64 [B, T] -> int64 [B].
 
-    A row is multiplied by T random odd numbers modulo 2^64 and summed, then its bits are mixed twice.
+    A sequence is multiplied by T random odd numbers modulo 2^64 and summed, then its bits are mixed twice.
     """
-    generator = torch.Generator().manual_seed(rows.shape[1])
-    factors = torch.randint(-(2**63), 2**63 - 1, (rows.shape[1],), generator=generator) | 1
-    hashes = ((rows + 1) * factors.to(rows.device)).sum(1)
+    generator = torch.Generator().manual_seed(input_ids.shape[1])
+    factors = torch.randint(-(2**63), 2**63 - 1, (input_ids.shape[1],), generator=generator) | 1
+    hashes = ((input_ids + 1) * factors.to(input_ids.device)).sum(1)
     for factor in (-7046029254386353131, -4658895280553007687):  # odd constants of SplitMix64 (Steele et al. 2014)
         hashes = (hashes ^ (hashes >> 31)) * factor
     return hashes
 
 
 def train(file: str, *words: str) -> int:
-    """Run train.py and append the hashes of all rows that its model is trained on to a file, as int64.
+    """Run train.py and append the hashes of all sequences that its model is trained on to a file, as int64.
 
     A process that fails or is killed appends nothing, as its steps are trained again. Returns the exit code.
     """
@@ -50,18 +50,18 @@ def train(file: str, *words: str) -> int:
     forward = GPTModel.forward
 
     @functools.wraps(forward)
-    def record_rows(self: GPTModel, input_ids: Tensor, *others: Any, **inputs: Any) -> Any:
+    def record_sequences(self: GPTModel, input_ids: Tensor, *others: Any, **inputs: Any) -> Any:
         if torch.is_grad_enabled():
-            hashes.append(hash_rows(input_ids.detach()))
+            hashes.append(hash_sequences(input_ids.detach()))
         return forward(self, input_ids, *others, **inputs)
 
-    GPTModel.forward = record_rows
+    GPTModel.forward = record_sequences
     sys.argv = ["train.py", *words]
     exit_code = run_script("train")
     if exit_code in (0, EXIT_STOPPED):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{file}.{process_rank()}", "ab") as rows:
-            rows.write(torch.cat(hashes).cpu().numpy().tobytes() if hashes else b"")
+        with open(f"{file}.{process_rank()}", "ab") as recorded:
+            recorded.write(torch.cat(hashes).cpu().numpy().tobytes() if hashes else b"")
     return exit_code
 
 

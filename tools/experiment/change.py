@@ -1,27 +1,25 @@
 """Ideas as given on the command line (settings, code, or both), as commits and folders of code.
 
-Code is trained from worktrees in a temporary folder that is always removed, so that edits of the working tree during an
-experiment reach no run. The next experiment removes those of a killed one. The working tree and patches become commits
-that no branch contains, which git deletes after some weeks; the diff is kept.
+Code is trained from folders of its own, so that edits of the working tree during an experiment reach no run. The
+working tree and patches become commits that no branch contains, which git deletes after some weeks; a lab keeps the
+diffs.
 """
 
 import os
 import re
 import shlex
-import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import temporary_folder, write_once
+from data.files import temporary_folder
 from tools.experiment.settings import PER_RUN_OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +27,11 @@ ROOT = Path(__file__).parents[2]
 WHO = {"NAME": "experiment", "EMAIL": "experiment", "DATE": "2000-01-01T00:00:00Z"}
 AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in WHO.items()}
 
-# Abandoned worktrees are found by this name. The host is part of it: a machine that shares the repository must not
-# remove the worktrees of another.
-FOLDER = f"mini-gpt-experiment-{socket.gethostname()}_"
 # Overrides user settings that would run programs, change the code in `git apply`, or escape file names.
 OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false")
 # Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
-DATA_FILES = ("data/", "training/evaluation.py")
+# The order of the training data may change, because the judge counts the sequences of a whole run.
+DATA_FILES, ORDER_FILE = ("data/", "training/evaluation.py"), "data/sampler.py"
 PATCH_SUFFIXES = (".patch", ".diff")
 PRINTING_OPTIONS = ("--help", "-h", "--print_config")
 SETTINGS_LINE = "Settings:"  # begins a line above the first diff of a patch
@@ -47,12 +43,14 @@ class Idea:
 
     text: str
     """As it was given, with the path of a patch."""
-    settings: tuple[str, ...] = ()
+    settings: list[str] = field(default_factory=list)
     """Words of a command line."""
     base: str | None = None
     """Commit that the code is based on; None if only settings change."""
     diff: str = ""
     """Diff of the code from the base."""
+    failure: str = ""
+    """Why it cannot be on in a run of a screen."""
 
     @cached_property
     def key(self) -> str:
@@ -71,11 +69,6 @@ class Idea:
         return {name for pair in re.findall(r"^diff --git a/(.*) b/(.*)$", self.diff, re.MULTILINE) for name in pair}
 
     @property
-    def num_lines(self) -> int:
-        """Number of lines that the diff adds or removes."""
-        return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!-- ))", self.diff, re.MULTILINE))
-
-    @property
     def data_files(self) -> list[str]:
         """Changed files that define the data, the evaluation or the seeding, and so what the losses mean."""
         changed = []
@@ -83,16 +76,9 @@ class Idea:
             before, _, name = part.split("\n", 1)[0].removeprefix("a/").rpartition(" b/")
             is_code = name.endswith(".py") and not name.startswith("tests/")
             seeds = is_code and re.search(r"^[+-](?!\+\+ |-- ).*seed", part, re.MULTILINE)
-            if before.startswith(DATA_FILES) or name.startswith(DATA_FILES) or seeds:
+            if name != ORDER_FILE and (before.startswith(DATA_FILES) or name.startswith(DATA_FILES) or seeds):
                 changed.append(name)
         return changed
-
-    def save_diff(self, folder: Path) -> Path | None:
-        """Write the diff into a folder, named by a hash of its content; return its path, None without code."""
-        if not self.diff:
-            return None
-        content = self.diff.encode(errors="surrogateescape")
-        return write_once(folder / f"{sha256(content).hexdigest()[:12]}.diff", content)
 
 
 def idea_texts(arguments: Iterable[str]) -> list[str]:
@@ -108,11 +94,6 @@ def idea_texts(arguments: Iterable[str]) -> list[str]:
         else:
             texts.append(argument)
     return texts
-
-
-def parse_ideas(arguments: Iterable[str]) -> list[Idea]:
-    """Parse arguments to ideas, each idea once; raise ConfigError as `parse_idea` does."""
-    return [*{idea.key: idea for idea in map(parse_idea, idea_texts(arguments))}.values()]
 
 
 def parse_idea(text: str) -> Idea:
@@ -136,7 +117,11 @@ def parse_idea(text: str) -> Idea:
     if words[0].startswith("--"):
         return Idea(text, check_options(words))
     code, *settings = words
-    check_repository(code)
+    if head_commit() is None:
+        raise ConfigError(
+            f"idea: {code!r} is code, but {ROOT} is not the root of a git repository, or git is not installed; run "
+            "`git init` and commit it in a folder of its own, or compare settings alone"
+        )
     base, commit = resolve_commits(code)
     if is_patch(path := expand_user_path("idea", code)):
         header = path.read_text(errors="replace").partition("diff --git ")[0]
@@ -145,7 +130,9 @@ def parse_idea(text: str) -> Idea:
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if code == "." else f"{code!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
-    idea = Idea(text, check_options(settings), base, diff_of(base, commit))
+    # As a patch that git can apply, whatever `git diff` is configured to print.
+    diff = git("diff-tree", "-p", "--binary", "--find-renames", base, commit) + "\n"
+    idea = Idea(text, check_options(settings), base, diff)
     if idea.data_files:
         raise ConfigError(
             f"idea: {text!r} changes {', '.join(idea.data_files)}, which define the data, the evaluation or the seeds, "
@@ -154,12 +141,12 @@ def parse_idea(text: str) -> Idea:
     return idea
 
 
-def check_options(words: list[str]) -> tuple[str, ...]:
+def check_options(words: list[str]) -> list[str]:
     """Return the settings of an idea; raise ConfigError if one is set for each run, or is not of the training."""
     for word in words:
         if word.partition("=")[0] in (*PER_RUN_OPTIONS, *PRINTING_OPTIONS):
             raise ConfigError(f"idea: {word} is set for each run, or prints something; leave it out")
-    return tuple(words)
+    return words
 
 
 def is_patch(file: Path) -> bool:
@@ -167,39 +154,13 @@ def is_patch(file: Path) -> bool:
     return file.suffix in PATCH_SUFFIXES and not file.name.startswith("._") and file.is_file()
 
 
-def is_repository() -> bool:
-    """Return whether this folder is the root of a git repository with a commit, and git is installed."""
-    try:
-        return bool(git("rev-parse", "HEAD")) and Path(git("rev-parse", "--show-toplevel")).samefile(ROOT)
-    except ConfigError:
-        return False
-
-
 def head_commit() -> str | None:
-    """Return the commit of HEAD; None if this folder is not the root of a git repository."""
-    return git("rev-parse", "HEAD") if is_repository() else None
-
-
-def check_repository(code: str) -> None:
-    """Raise ConfigError unless this folder is the root of a git repository with a commit."""
-    if shutil.which("git") is None:
-        raise ConfigError("idea: comparing code needs git; install it, or compare settings alone")
-    if not is_repository():
-        remedy = "run `git init` and commit it in a folder of its own, or compare settings alone"
-        raise ConfigError(f"idea: {code!r} is code, but {ROOT} is not the root of a git repository; {remedy}")
-
-
-def diff_of(base: str, commit: str) -> str:
-    """Return the diff between two commits as a patch that git can apply, whatever `git diff` is configured to print."""
-    return git("diff-tree", "-p", "--binary", "--find-renames", base, commit) + "\n"
-
-
-def find_commit(name: str) -> str:
-    """Return the commit of a git branch or commit; "" if there is none."""
+    """Return the commit of HEAD; None if this folder is not the root of a git repository, or git is not installed."""
     try:
-        return git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+        head = git("rev-parse", "HEAD")
+        return head if Path(git("rev-parse", "--show-toplevel")).samefile(ROOT) else None
     except ConfigError:
-        return ""
+        return None
 
 
 def resolve_commits(code: str) -> tuple[str, str]:
@@ -209,12 +170,13 @@ def resolve_commits(code: str) -> tuple[str, str]:
         return head, commit_on(head, "add", "--update", "--", ".")
     if (patch := expand_user_path("idea", code)).is_file():
         return head, commit_on(head, "apply", "--cached", str(patch.resolve()))
-    commit = find_commit(code)
-    if not commit:
+    try:
+        commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
+    except ConfigError:
         raise ConfigError(
             f"idea: {code!r} is not a git branch or commit here, a patch file or a folder of them, or settings, which "
             "begin with --"
-        )
+        ) from None
     try:
         base = git("merge-base", "HEAD", commit)
         return (git("rev-parse", "--verify", "--quiet", f"{commit}^") if base == commit else base), commit
@@ -233,22 +195,13 @@ def merge(base: str | None, ideas: Iterable[Idea]) -> str | None:
     Raises:
         ConfigError: a diff conflicts with the base or with those before it.
     """
-    for idea in ideas:
-        if idea.diff and base:
-            base = apply_diff(idea.diff, base)
-    return base
-
-
-def apply_diff(diff: str, parent: str) -> str:
-    """Commit a diff on a parent, by a three-way merge where the lines around it differ; return the commit.
-
-    Raises:
-        ConfigError: the diff conflicts with the parent.
-    """
     with tempfile.TemporaryDirectory() as folder:
         patch = Path(folder, "change.patch")
-        patch.write_bytes(diff.encode(errors="surrogateescape"))
-        return commit_on(parent, "apply", "--cached", "--3way", str(patch))
+        for idea in ideas:
+            if idea.diff and base:
+                patch.write_bytes(idea.diff.encode(errors="surrogateescape"))
+                base = commit_on(base, "apply", "--cached", "--3way", str(patch))
+    return base
 
 
 def commit_on(parent: str, *change: str) -> str:
@@ -262,41 +215,30 @@ def commit_on(parent: str, *change: str) -> str:
         return git("commit-tree", git("write-tree", **index), "-p", parent, "-m", "Change under test", **index)
 
 
-class Worktrees(ExitStack):
-    """Folders of commits, made when they are first asked for and removed at the end of a `with` block."""
+class Checkouts(ExitStack):
+    """Folders with the files of commits, made when they are first asked for and removed at the end of a `with` block.
+
+    The next experiment removes those of a killed one.
+    """
 
     def __init__(self):
         super().__init__()
         self.folders: dict[str | None, Path] = {None: ROOT}
-        self.parent: Path | None = None
+
+    @cached_property
+    def parent(self) -> Path:
+        """Temporary folder of all of them."""
+        return self.enter_context(temporary_folder(Path(tempfile.gettempdir()), "mini-gpt-experiment_"))
 
     def folder(self, commit: str | None) -> Path:
         """Return the folder of a commit; None, outside of a git repository, is this folder."""
         if commit not in self.folders:
-            assert commit is not None
-            if self.parent is None:
-                remove_abandoned_worktrees()
-                self.parent = self.enter_context(temporary_folder(Path(tempfile.gettempdir()), FOLDER))
-            folder = self.parent / commit[:12]
-            git("worktree", "add", "--quiet", "--detach", str(folder), commit)
-            self.callback(remove_worktree, folder)
+            folder = self.parent / str(commit)[:12]
+            index = {"GIT_INDEX_FILE": f"{folder}.index"}
+            git("read-tree", str(commit), **index)
+            git("checkout-index", "--all", f"--prefix={folder}/", **index)
             self.folders[commit] = folder
         return self.folders[commit]
-
-
-def remove_worktree(path: Path) -> None:
-    """Remove a worktree, if it exists."""
-    subprocess.run(
-        ["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True, start_new_session=True
-    )
-
-
-def remove_abandoned_worktrees() -> None:
-    """Remove the worktrees of killed experiments, whose folders are gone."""
-    listed = git("worktree", "list", "--porcelain").splitlines()
-    for path in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
-        if path.parent.name.startswith(FOLDER) and not path.parent.exists():
-            remove_worktree(path)
 
 
 def git(*arguments: str, **environment: str) -> str:

@@ -8,19 +8,17 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from config.errors import ConfigError, RunError
 from run.directory import Run
 from tools.experiment import judge
-from tools.experiment.arm import Arm, scale_parameters, scale_steps
-from tools.experiment.change import Idea, Worktrees, head_commit, merge
+from tools.experiment.arm import Arm, Recipe, scale_parameters, scale_steps
+from tools.experiment.change import Idea
 from tools.experiment.compute_multiplier import BUDGETS, Estimate, estimate_compute_multiplier
 from tools.experiment.sequential_test import MIN_SEEDS, additional_seeds, decide, estimate_difference
 from tools.experiment.settings import ExperimentConfig
-from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner
 
 BUDGET_SEEDS = 2  # runs of the baseline on each of BUDGETS
@@ -61,20 +59,24 @@ class Comparison:
     Raises ConfigError if the idea is refused, changes nothing, or changes what the loss means.
     """
 
-    def __init__(self, config: ExperimentConfig, idea: Idea, lab: Path, trees: Worktrees, jobs: JobRunner):
-        self.config, self.jobs = config, jobs
-        base, launch = idea.base or head_commit(), Launch.parse(config.launch)
-        code = trees.folder(merge(base, [idea]))
-        words = [*config.common, *idea.settings]
-        self.baseline = Arm.resolve(trees.folder(base), launch, config.common, lab)
-        self.candidate = Arm.resolve(code, launch, words, lab, is_judged=bool(idea.diff))
-        if idea.diff and self.candidate.digest == self.baseline.digest:
-            raise ConfigError(f"idea: {idea.text!r} changes neither code that trains nor a setting")
-        judge.check_targets(self.baseline, self.candidate.settings)
+    def __init__(self, config: ExperimentConfig, idea: Idea, recipe: Recipe, jobs: JobRunner):
+        self.config, self.idea, self.jobs = config, idea, jobs
+        recipe = replace(recipe, commit=idea.base or recipe.commit)
+        self.baseline, self.candidate = recipe.arm(), recipe.arm([idea])
+        try:
+            judge.check_settings(self.baseline, self.candidate)
+        except ConfigError as error:
+            raise ConfigError(f"idea: {idea.text!r}: {error}") from None
 
-    def run(self) -> list[Result]:
+    def run(self) -> dict[str, Any]:
+        """Return the result of the comparison as JSON, with that of the first size at its top."""
+        names = {"idea": self.idea.text, "baseline": self.baseline.name, "candidate": self.candidate.name}
+        first, *others = map(asdict, self.compare_sizes())
+        return names | first | {"sizes": others}
+
+    def compare_sizes(self) -> list[Result]:
         """Compare both arms at each size, until the candidate fails or trains the weights of the baseline."""
-        if self.candidate.is_judged and (failed := judge.failed_checks(self.candidate)):
+        if failed := judge.failed_checks(self.candidate):
             return [Result(verdict="failed", message=f"it breaks checks of verify.py: {failed}")]
         if self.config.minutes:
             self.jobs.deadline = time.monotonic() + 60 * self.config.minutes
@@ -95,8 +97,7 @@ class Comparison:
         """Train seeds of both arms until there is a verdict, or the seeds or the time are used up."""
         is_equal, result = baseline.digest == candidate.digest, Result()
         pairs = [
-            (baseline.job(seed), candidate.job(seed + EQUAL_SEEDS * is_equal))
-            for seed in range(self.config.first_seed, self.config.first_seed + self.config.max_seeds)
+            (baseline.job(seed), candidate.job(seed + EQUAL_SEEDS * is_equal)) for seed in range(self.config.max_seeds)
         ]
         for n in range(1, len(pairs) + 1):
             failure = self.train(pairs, n)

@@ -32,9 +32,7 @@ ROUNDS, STARTS = 5, 4  # rounds of exchanges over all rows, and local searches f
 GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
-def extend_design(
-    rows: np.ndarray, num_rows: int, seed: int = 0, exclusive: Iterable[tuple[int, int]] = ()
-) -> np.ndarray:
+def extend_design(rows: np.ndarray, num_rows: int, exclusive: Iterable[tuple[int, int]] = ()) -> np.ndarray:
     """Return further rows of a design, in the order in which to run them.
 
     They are a function of the arguments. The first row of a design is the baseline, with all ideas off.
@@ -43,7 +41,6 @@ def extend_design(
         rows: Rows so far, boolean [rows, ideas]; [0, ideas] for a new design. Ideas that join a design are columns of
             False at the end; the new rows favour them.
         num_rows: Number of new rows. One large extension is closer to the optimum than several small ones.
-        seed: Seed of the search.
         exclusive: Pairs of columns that are never on in the same row.
 
     Returns:
@@ -53,7 +50,7 @@ def extend_design(
     excluded = np.zeros((num_ideas, num_ideas), bool)
     for first, second in exclusive:
         excluded[first, second] = excluded[second, first] = True
-    generator = np.random.default_rng((seed, *before.shape))
+    generator = np.random.default_rng((0, *before.shape))
     sizes = [row_size(len(before) + index, num_ideas) for index in range(num_rows)]
     new = np.zeros((num_rows, num_ideas), bool)
     for _ in range(ROUNDS):

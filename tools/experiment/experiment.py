@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from tools.experiment import log, report
-from tools.experiment.change import Idea, Worktrees, idea_texts, parse_ideas
-from tools.experiment.comparison import Comparison, Result
+from data.files import write_once
+from tools.experiment import report
+from tools.experiment.arm import Recipe
+from tools.experiment.change import Checkouts, head_commit, idea_texts, parse_idea
+from tools.experiment.comparison import Comparison
 from tools.experiment.screen import Screen
-from tools.experiment.settings import ExperimentConfig, LabConfig
+from tools.experiment.settings import ExperimentConfig, IdeasConfig
+from tools.jobs.launch import Launch
 from tools.jobs.runner import EXIT_STOPPED, JobRunner
 
 
@@ -27,13 +28,15 @@ def main(config: ExperimentConfig) -> None:
     run_with_json(config, run_experiment)
 
 
-def run_with_json(config: LabConfig, run: Callable[[Any, Path, JobRunner], None]) -> None:
-    """Call `run` with the config, the lab and a job runner; with --json, print one object also for an error."""
+def run_with_json(config: IdeasConfig, run: Callable[[Any, Recipe, JobRunner], list[str]]) -> None:
+    """Print the lines of `run`, called with the config, its recipe and a job runner; with --json, also errors."""
     jobs = JobRunner(config.jobs or (1 if config.launch else None))
     if not (config.launch or jobs.gpus):
         jobs.threads = 1  # runs with more threads than free cores take several times as long
     try:
-        run(config, expand_user_path("lab", config.lab), jobs)
+        with Checkouts() as checkouts:
+            lab, launch = expand_user_path("lab", config.lab), Launch.parse(config.launch)
+            print("\n".join(run(config, Recipe(lab, head_commit(), config.common, launch, checkouts), jobs)))
     except BaseException as error:
         if config.print_json:
             exit_code = {ConfigError: 2, SystemExit: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
@@ -42,41 +45,20 @@ def run_with_json(config: LabConfig, run: Callable[[Any, Path, JobRunner], None]
         raise
 
 
-def run_experiment(config: ExperimentConfig, lab: Path, jobs: JobRunner) -> None:
-    """Run an experiment and print its result."""
+def run_experiment(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
+    """Run an experiment and return its result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
-    with Worktrees() as trees:
-        ideas = parse_ideas(config.ideas)
-        if len(ideas) == 1 and idea_texts(config.ideas) == config.ideas:  # no folder or text file
-            comparison = Comparison(config, ideas[0], lab, trees, jobs)
-            row = make_row(ideas[0], comparison, comparison.run())
-            ideas[0].save_diff(lab / "diffs")
-            log.append(lab, row)
-            print(json.dumps(row) if config.print_json else "\n".join(report.comparison_lines(row)))
-            return
-        screen = Screen(config, lab, trees, jobs)
-        screen.run()
-    name, record = screen.folder.name, screen.record
-    result = report.analyze(record, lab)
-    picture = report.draw_screen(screen.folder, result)
-    if config.print_json:
-        print(json.dumps(report.screen_json(name, result, record, lab)))
+    if len(config.ideas) == 1 and idea_texts(config.ideas) == config.ideas:  # no folder or text file
+        idea = parse_idea(config.ideas[0])
+        comparison = Comparison(config, idea, recipe, jobs)
+        result, lines = comparison.run(), report.comparison_lines
+        options = config.metric, config.margin, config.sizes, config.tune
+        report.save_result(recipe.lab, result, result["baseline"], result["candidate"], *options)
+        if idea.diff:
+            write_once(recipe.lab / "diffs" / f"{idea.key}.diff", idea.diff.encode(errors="surrogateescape"))
     else:
-        print("\n".join([*report.screen_lines(name, result, record, lab), f"picture: {picture}"]))
-
-
-def make_row(idea: Idea, comparison: Comparison, results: list[Result]) -> dict[str, Any]:
-    """Return a comparison as plain JSON, with the results of the first size at its top."""
-    arms, config = (comparison.baseline, comparison.candidate), comparison.config
-    sizes = [asdict(result) for result in results]
-    what = config.first_seed, config.metric, config.margin, config.sizes, config.tune
-    return {
-        "key": " ".join([arms[0].name, arms[1].name, *map(str, what)]),
-        "idea": idea.text,
-        **sizes[0],
-        "baseline": arms[0].name,
-        "candidate": arms[1].name,
-        "diff_lines": idea.num_lines,
-        "sizes": sizes[1:],
-    }
+        screen = Screen(config, recipe, jobs)
+        screen.run()
+        result, lines = report.report_screen(screen.folder, recipe.lab), report.screen_lines
+    return [json.dumps(result)] if config.print_json else lines(result)

@@ -14,164 +14,150 @@ from pathlib import Path
 from config.errors import ConfigError, RunError
 from run.directory import Run
 from tools.experiment import judge
-from tools.experiment.arm import Arm, scale_steps
-from tools.experiment.change import Idea, Worktrees, idea_texts, is_patch, merge, parse_idea
-from tools.experiment.record import Record
+from tools.experiment.arm import Arm, Recipe, scale_steps
+from tools.experiment.change import Idea, idea_texts, is_patch, merge, parse_idea
+from tools.experiment.record import Record, ScreenRun
 from tools.experiment.settings import ExperimentConfig
 
 # An idea of every screen that measures what compute is worth: it trains this fraction of the steps.
 CONTROL_STEPS = 0.8
 CONTROL = f"control: {100 - 100 * CONTROL_STEPS:.0f}% fewer steps"
 DIGEST_STEPS = 12  # after which merged patches with all ideas off must have the digest of the code without them
+OTHER_DEFAULT = "with its settings off, its code trains other weights; new settings must change nothing by default"
 
 
 class Ideas:
-    """The ideas that the rows of a screen may have.
+    """The ideas that the runs of a screen may have.
 
-    Raises ConfigError if an idea is refused, its patch does not apply, or it changes what the loss means, and RunError
-    if the baseline does not start.
+    Raises ConfigError if an idea is refused, its patch does not apply, or it changes what the loss means.
     """
 
-    def __init__(self, config: ExperimentConfig, trees: Worktrees, head: str | None, baseline: Arm, record: Record):
-        self.config, self.trees, self.head, self.baseline, self.record = config, trees, head, baseline, record
+    def __init__(self, config: ExperimentConfig, recipe: Recipe, baseline: Arm, record: Record):
+        self.config, self.recipe, self.baseline, self.record = config, recipe, baseline, record
         self.wanted: list[str] = []
-        """Keys of the ideas that new rows may have."""
-        self.merged: list[tuple[set[str], str | None]] = []
-        """Commits of the head with patches that settings switch, as many as can be merged, and the keys of the ideas.
-        Runs with some of them on share this code."""
-        self.read_ideas: dict[tuple[str, int], Idea | None] = {}
-        """By text and time of the file: ideas, None if refused. Each is read once, so that edits of the working tree
-        while the screen runs are no new idea."""
+        """Keys of the ideas that new runs may have."""
+        self.codes: list[tuple[list[str], str | None]] = []
+        """Keys of ideas with patches that settings switch, as many as can be merged, and the commit of them all. Runs
+        with some of them on share this code."""
+        self.keys: dict[tuple[str, int], str] = {}
+        """By text and time of the file: keys of ideas, "" if refused. Each is read once, so that edits of the working
+        tree while the screen runs are no new idea."""
         self.find()
 
     def find(self) -> bool:
-        """Read the ideas, of which folders may have new ones; return whether there are any.
+        """Read the ideas, of which folders may have new ones; return whether those for new runs have changed.
 
         The first time, a wrong idea raises ConfigError; later it is reported and ignored.
         """
-        is_first, ideas = not self.wanted, []
+        is_first, keys = not self.wanted, []
         for text in idea_texts(self.config.ideas):
-            try:
-                idea = self.read(text)
-            except ConfigError as error:
-                if is_first:
-                    raise
-                print(f"ignored: {error}", file=sys.stderr)
-                continue
-            ideas += [idea] if idea else []
-        ideas.append(control(self.baseline))
-        if ideas[-1].key not in self.record.ideas:
-            self.add(ideas[-1])
-        keys = dict.fromkeys(idea.key for idea in ideas)
-        wanted = [key for key in keys if not self.record.ideas[key]["failure"]]
+            version = text, file_time(text)
+            if version not in self.keys:
+                self.keys[version] = ""
+                try:
+                    self.keys[version] = self.add(parse_idea(text))
+                except ConfigError as error:
+                    if is_first:
+                        raise
+                    print(f"ignored: {error}", file=sys.stderr)
+            keys.append(self.keys[version])
+        keys.append(self.add(control(self.baseline)))
+        wanted = [key for key in dict.fromkeys(keys) if key and not self.record.ideas[key].failure]
         if wanted == self.wanted:
             return False
-        if bad := self.merge_patches(wanted):
-            message = (
-                "with the settings off, this code trains other weights; new settings must change nothing by default"
-            )
-            if is_first:
-                raise ConfigError(f"idea: {', '.join(idea.text for idea in bad)}: {message}")
-            for idea in bad:
-                print(f"ignored: {idea.text}: {message}", file=sys.stderr)
-                self.record.ideas[idea.key]["failure"] = message
-            return self.find()
-        self.wanted = wanted
+        self.wanted = self.merge_patches(wanted)
         return True
 
-    def read(self, text: str) -> Idea | None:
-        """Return an idea, added the first time; if it is refused, raise ConfigError once and then return None."""
-        version = text, file_time(text)
-        if version not in self.read_ideas:
-            self.read_ideas[version] = None
-            idea = parse_idea(text)
-            if idea.key not in self.record.ideas:
-                self.add(idea)
-            self.read_ideas[version] = idea
-        return self.read_ideas[version]
-
-    def add(self, idea: Idea) -> None:
-        """Check a new idea, and find the others that cannot be on with it."""
+    def add(self, idea: Idea) -> str:
+        """Check an idea, unless that was done before, and find the others that cannot be on with it; return its key."""
+        if idea.key in self.record.ideas:
+            return idea.key
         failure = ""
         try:
-            arm = self.arm([idea])
-            judge.check_targets(self.baseline, arm.settings)
-            if idea.diff and arm.digest == self.baseline.digest:
-                raise ConfigError("changes neither code that trains nor a setting")
-            failure = (judge.failed_checks(arm) if idea.diff else "") or self.excess_size(arm)
+            arm = self.recipe.arm([idea])
+            judge.check_settings(self.baseline, arm)
+            failure = judge.failed_checks(arm) or self.excess_size(arm)
         except ConfigError as error:
             raise ConfigError(f"idea: {idea.text!r}: {error}") from None
         except RunError as error:
             failure = str(error)
-        for key in self.record.ideas:
-            other = self.record.idea(key)
-            if idea.setting_names & other.setting_names or (idea.files & other.files and self.conflict(other, idea)):
+        for key, other in self.record.ideas.items():
+            if idea.setting_names & other.setting_names or self.conflict(other, idea):
                 self.record.exclusive.append([key, idea.key])
-        self.record.add_idea(idea, failure)
+        self.record.ideas[idea.key] = idea
         if failure:
-            print(f"idea: {idea.text}: {failure}", file=sys.stderr)
+            self.block(idea.key, failure)
+        return idea.key
 
-    def conflict(self, *ideas: Idea) -> bool:
-        """Return whether the patches of ideas cannot be merged."""
+    def block(self, key: str, failure: str) -> None:
+        """Let an idea never be on in a run."""
+        self.record.ideas[key] = replace(self.record.ideas[key], failure=failure)
+        print(f"idea: {self.record.ideas[key].text}: {failure}", file=sys.stderr)
+
+    def conflict(self, one: Idea, other: Idea) -> bool:
+        """Return whether the patches of two ideas cannot be merged."""
         try:
-            merge(self.head, ideas)
+            if one.files & other.files:
+                merge(self.recipe.commit, [one, other])
         except ConfigError:
             return True
         return False
 
-    def merge_patches(self, wanted: list[str]) -> list[Idea]:
-        """Merge the patches that a setting switches, unless some change what is trained with the settings off.
+    def excess_size(self, arm: Arm) -> str:
+        """Return which of --max_parameters and --max_flops an arm exceeds; "" if none."""
+        limits = {"parameters": self.config.max_parameters, "flops_per_token": self.config.max_flops}
+        if not any(limits.values()):
+            return ""
+        own, baseline = (self.short_run(one).sessions()[-1] for one in (arm, self.baseline))
+        for name, limit in limits.items():
+            ratio = (getattr(own, name) or 0) / (getattr(baseline, name) or math.inf)
+            if limit and ratio > limit:
+                return f"has {ratio:.3f} times the {name} of the baseline, of which {limit:g} are allowed"
+        return ""
+
+    def merge_patches(self, wanted: list[str]) -> list[str]:
+        """Merge the patches that settings switch into `codes`, such that each is in one of them.
 
         Returns:
-            The ideas that do so.
+            The wanted ideas, without those whose patches change what is trained with their settings off.
         """
-        known = self.merged[0][0] if self.merged else set()
-        keys, commit = self.merge_more([], wanted)
-        if keys != known:
+        self.codes = []
+        switched = [key for key in wanted if self.record.ideas[key].diff and self.record.ideas[key].settings]
+        for first in switched:
+            if any(first in keys for keys, _ in self.codes):
+                continue
+            keys, commit = self.merge_with(first, switched)
             if self.short_digest(commit) != self.head_digest:
-                common = [self.record.idea(key) for key in wanted if key in keys]
-                alone = [idea for idea in common if self.short_digest(merge(self.head, [idea])) != self.head_digest]
-                return alone or [idea for idea in common if idea.key not in known]
-            self.merged.insert(0, (keys, commit))
-        return []
+                commits = {key: merge(self.recipe.commit, [self.record.ideas[key]]) for key in keys}
+                wrong = [key for key in keys if self.short_digest(commits[key]) != self.head_digest] or keys[-1:]
+                for key in wrong:
+                    self.block(key, OTHER_DEFAULT)
+                return self.merge_patches([key for key in wanted if key not in wrong])
+            self.codes.append((keys, commit))
+        return wanted
 
-    def merge_more(self, ideas: list[Idea], others: list[str]) -> tuple[set[str], str | None]:
-        """Merge the patches of ideas, and all others that a setting switches and that do not conflict with them.
-
-        Raises:
-            ConfigError: the patches of `ideas` conflict.
-        """
-        commit, keys = merge(self.head, ideas), {idea.key for idea in ideas}
-        for idea in map(self.record.idea, others):
-            is_switched = idea.diff and idea.settings and idea.key not in keys
-            if is_switched and not any(idea.key in pair and keys & {*pair} for pair in self.record.exclusive):
+    def merge_with(self, first: str, others: list[str]) -> tuple[list[str], str | None]:
+        """Merge the patches of one idea and of all others that do not conflict; return their keys and the commit."""
+        keys, commit = [first], merge(self.recipe.commit, [self.record.ideas[first]])
+        for key in others:
+            is_apart = any(key in pair and {*pair} & {*keys} for pair in self.record.exclusive)
+            if key not in keys and not is_apart:
                 with suppress(ConfigError):
-                    commit = merge(commit, [idea])
-                    keys.add(idea.key)
+                    commit = merge(commit, [self.record.ideas[key]])
+                    keys.append(key)
         return keys, commit
-
-    def share_code(self, on: list[Idea]) -> None:
-        """Merge more patches with those of a new row, so that later rows have its code too."""
-        patches = [idea for idea in on if idea.diff]
-        own = {idea.key for idea in patches}
-        if not own or not all(idea.settings for idea in patches) or any(own <= keys for keys, _ in self.merged):
-            return
-        with suppress(ConfigError):  # they conflict, which `arm` reports
-            keys, commit = self.merge_more(patches, self.wanted)
-            is_same = self.short_digest(commit) == self.head_digest
-            self.merged.append((keys, commit) if is_same else (own, merge(self.head, patches)))
 
     @cached_property
     def head_digest(self) -> str:
         """`state/digest` of a short run of the code without ideas."""
-        return self.short_digest(self.head)
+        return self.short_digest(self.recipe.commit)
 
     def short_digest(self, commit: str | None) -> str:
         """Return `state/digest` of a short run of the baseline's settings with the code of a commit, or its error."""
         try:
-            return self.short_run(self.arm([], commit)).newest_metrics()["state/digest"]
+            return self.short_run(self.recipe.arm(commit=commit)).newest_metrics()["state/digest"]
         except (ConfigError, RunError) as error:
-            if commit == self.head:
+            if commit == self.recipe.commit:
                 raise
             return str(error)
 
@@ -187,40 +173,33 @@ class Ideas:
             shutil.rmtree(job.run.checkpoints, ignore_errors=True)
         return job.run
 
-    def excess_size(self, arm: Arm) -> str:
-        """Return which of --max_parameters and --max_flops an arm exceeds; "" if none."""
-        limits = {"parameters": self.config.max_parameters, "flops_per_token": self.config.max_flops}
-        if not any(limits.values()):
-            return ""
-        own, baseline = (self.short_run(one).sessions()[-1] for one in (arm, self.baseline))
-        for name, limit in limits.items():
-            ratio = (getattr(own, name) or 0) / (getattr(baseline, name) or math.inf)
-            if limit and ratio > limit:
-                return f"has {ratio:.3f} times the {name} of the baseline, of which {limit:g} are allowed"
-        return ""
+    def arm(self, on: list[Idea]) -> Arm:
+        """Return the arm with some ideas on, of shared code if there is some; raise as `Recipe.arm` does."""
+        patches = {idea.key for idea in on if idea.diff}
+        shared = (commit for keys, commit in self.codes if patches and patches <= {*keys})
+        return self.recipe.arm(on, next(shared, None))
 
-    def code_of(self, on: list[Idea]) -> str | None:
-        """Return the commit of the code with some ideas on; raise ConfigError if their patches conflict."""
-        own = {idea.key for idea in on if idea.diff}
-        shared = (commit for keys, commit in self.merged if own and own <= keys)
-        return next(shared, None) or merge(self.head, on)
+    def arm_of_run(self, run: ScreenRun) -> Arm:
+        """Return the arm of a run, after removing from the run ideas that cannot be on together."""
+        while True:
+            on = [self.record.ideas[key] for key in run.ideas]
+            try:
+                return self.arm(on)
+            except (ConfigError, RunError):
+                if len(on) < 2:
+                    raise
+                pair = self.find_pair(on)
+                if pair:
+                    self.record.exclusive.append(pair)
+                run.ideas.remove(pair[1] if pair else run.ideas[-1])
 
-    def arm(self, on: list[Idea], commit: str | None = None) -> Arm:
-        """Return the arm with some ideas on; raise ConfigError if it is refused, RunError if its code crashes.
-
-        `commit` is by default `code_of` the ideas.
-        """
-        code = self.trees.folder(commit or self.code_of(on))
-        words = [*self.baseline.words, *(word for idea in on for word in idea.settings)]
-        return Arm.resolve(code, self.baseline.launch, words, self.baseline.lab, is_judged=code != self.baseline.code)
-
-    def find_pair(self, on: list[Idea]) -> tuple[Idea, Idea] | None:
-        """Return two ideas of a row that cannot be on together; None if only more than two cannot."""
+    def find_pair(self, on: list[Idea]) -> list[str] | None:
+        """Return the keys of two ideas that cannot be on together; None if only more than two cannot."""
         for pair in combinations(on, 2):
             try:
                 self.arm([*pair])
             except (ConfigError, RunError):
-                return pair
+                return [idea.key for idea in pair]
         return None
 
 
@@ -235,10 +214,4 @@ def control(baseline: Arm) -> Idea:
     shorter = scale_steps(baseline, CONTROL_STEPS)
     changes = {name: value for name, value in shorter.settings.items() if baseline.settings[name] != value}
     changes.pop("data.num_samples", None)
-    words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    return Idea(CONTROL, tuple(words))
-
-
-def is_control(idea: Idea) -> bool:
-    """Return whether an idea is the control of a screen."""
-    return idea.text == CONTROL
+    return Idea(CONTROL, [word for name, value in changes.items() for word in (f"--{name}", str(value))])

@@ -6,9 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from config.errors import ConfigError, RunError
 from data.files import write_atomically
@@ -17,9 +16,9 @@ from run.directory import Run
 from tools.experiment.arm import CANDIDATE, EXCESS_LOSS, LOSS, Arm, last_frame
 from tools.experiment.change import ROOT
 
-# Settings that determine the rows on which a run trains and is evaluated, with those of `data`.
-ROW_SETTINGS = {"seed", "steps", "global_batch_size", "micro_batch_size", "seq_len", "evaluation.num_samples"}
-ROW_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps", "evaluation.micro_batch_size"}
+# Settings that determine the sequences on which a run trains and is evaluated, with those of `data`.
+BATCH_SETTINGS = {"seed", "steps", "global_batch_size", "micro_batch_size", "seq_len", "evaluation.num_samples"}
+BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps", "evaluation.micro_batch_size"}
 # Settings that determine which tokens are predicted, with those of `data` but for the ones that do not.
 TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
 NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
@@ -59,7 +58,7 @@ def score(baseline: Arm, runs: Iterable[tuple[Arm, Run]], metric: str | None = N
         if run in files:
             shutil.rmtree(run.checkpoints, ignore_errors=True)  # nothing else reads them
             answer = parse_object(files[run].read_bytes())
-            loss, problem = loss if metric else answer["loss"] - (answer["entropy"] or 0.0), answer["problem"]
+            loss, problem = loss if metric else answer["loss"], answer["problem"]
         scores.append(Score(problem=problem) if problem else as_score(loss, above_zero=metric is None))
     return scores
 
@@ -87,13 +86,13 @@ def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
         settings = {
             name: value
             for name, value in run.settings.items()
-            if name in baseline.settings and (name in ROW_SETTINGS or name.startswith("data."))
+            if name in baseline.settings and (name in BATCH_SETTINGS or name.startswith("data."))
         }
         sessions = [(session.step, session.processes or 1) for session in run.sessions()]
-        rows = sorted(map(str, (arm.lab / "rows").glob(f"{run.path.name}.*")))
+        hashes = sorted(map(str, (arm.lab / "hashes").glob(f"{run.path.name}.*")))
         words = [*baseline.words, "--schedule.warmup_steps=0", "--schedule.decay_steps=null"]
         what = {"code": str(arm.code), "run": str(run.path), "words": words, "settings": settings}
-        requests.append(what | {"rows": rows, "sessions": sessions})
+        requests.append(what | {"hashes": hashes, "sessions": sessions})
     done = subprocess.run(
         [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code)],
         cwd=ROOT,
@@ -108,16 +107,23 @@ def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
     return [parse_object(line) for line in done.stdout.splitlines()]
 
 
-def check_targets(baseline: Arm, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if some settings differ from the baseline's so that other tokens are predicted."""
-    for name, value in settings.items():
+def check_settings(baseline: Arm, candidate: Arm) -> None:
+    """Raise ConfigError if a candidate's code changes nothing, or its settings change which tokens are predicted."""
+    if candidate.is_judged and candidate.digest == baseline.digest:
+        raise ConfigError("changes neither code that trains nor a setting")
+    for name, value in candidate.settings.items():
         is_target = name in TARGET_SETTINGS or (name.startswith("data.") and name not in NOT_TARGET_SETTINGS)
         if is_target and baseline.settings.get(name) != value:
             raise ConfigError(f"{name}: {value} changes which tokens are predicted; give it to all runs")
 
 
 def failed_checks(arm: Arm) -> str:
-    """Return the checks of verify.py that the code of an arm fails, which are kept by its digest; "" if none."""
+    """Return the checks of verify.py that the code of an arm fails, which are kept by its digest; "" if none.
+
+    Code that is trusted passes.
+    """
+    if not arm.is_judged:
+        return ""
     file = arm.lab / "checks" / f"{arm.digest}.json"
     if not file.exists():
         done = subprocess.run(

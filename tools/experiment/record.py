@@ -1,7 +1,7 @@
-"""What a screen has on disk: its ideas and its rows, each a run with the ideas that are on in it."""
+"""What a screen has on disk: its ideas and its runs."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,14 @@ FAILED_TOGETHER = 3  # runs after which two ideas are kept apart that fail toget
 
 
 @dataclass
-class Row:
+class ScreenRun:
     """A run of a screen."""
 
     seed: int
     ideas: list[str]
     """Keys of the ideas that are on."""
-    run: str = ""
+    name: str = ""
     """Name of its directory in LAB/runs."""
-    code: str | None = None
-    """Commit of its code."""
     loss: float | None = None
     """None until the run is finished and scored."""
     failure: str = ""
@@ -39,47 +37,43 @@ class Row:
 class Record:
     """Content of screen.json."""
 
-    words: list[str]
-    """Settings of all runs."""
-    ideas: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By key: the fields of each idea, and as `failure` why it cannot be on."""
+    ideas: dict[str, Idea] = field(default_factory=dict)
+    """By key."""
     exclusive: list[list[str]] = field(default_factory=list)
     """Pairs of keys that are never on together."""
-    rows: list[Row] = field(default_factory=list)
+    runs: list[ScreenRun] = field(default_factory=list)
 
     @classmethod
     def read(cls, file: Path) -> "Record":
         """Read screen.json; raise ConfigError if it is absent or damaged."""
         try:
             content: dict[str, Any] = parse_object(file.read_bytes())
-            content["rows"] = [Row(**row) for row in content["rows"]]
-            return cls(**content)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            ideas = {key: Idea(**idea) for key, idea in content["ideas"].items()}
+            return cls(ideas, content["exclusive"], [ScreenRun(**run) for run in content["runs"]])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"lab: {file} cannot be read: {error}") from None
 
     def pairs_apart(self) -> list[tuple[str, str]]:
-        """Return all pairs of ideas that are not to be on together in a new row."""
+        """Return all pairs of ideas that are not to be on together in a new run."""
         return [*((a, b) for a, b in self.exclusive), *self.failing_pairs()]
 
     def failing_pairs(self) -> list[tuple[str, str]]:
         """Return pairs of ideas all of whose runs together have failed, and none with one without the other."""
-        done, found = [row for row in self.rows if row.is_done], []
+        unexplained, found = [run for run in self.runs if run.is_done], []
         while True:
-            pairs = Counter(pair for row in done if row.failure for pair in combinations(row.ideas, 2))
-            for (a, b), number in pairs.most_common():
-                only = [row for row in done if {a, b} & {*row.ideas}]
-                if number >= FAILED_TOGETHER and all(bool(row.failure) == ({a, b} <= {*row.ideas}) for row in only):
-                    found.append((a, b))
-                    done = [row for row in done if not {a, b} <= {*row.ideas}]  # its failures are explained
-                    break
-            else:
+            pairs = Counter(pair for run in unexplained if run.failure for pair in combinations(run.ideas, 2))
+            explaining = [
+                pair
+                for pair, number in pairs.most_common()
+                if number >= FAILED_TOGETHER
+                and all(bool(run.failure) == ({*pair} <= {*run.ideas}) for run in unexplained if {*pair} & {*run.ideas})
+            ]
+            if not explaining:
                 return found
+            found.append(explaining[0])
+            unexplained = [run for run in unexplained if not {*explaining[0]} <= {*run.ideas}]
 
-    def add_idea(self, idea: Idea, failure: str) -> None:
-        """Add an idea, which never is on if there is a failure."""
-        self.ideas[idea.key] = asdict(idea) | {"failure": failure}
-
-    def idea(self, key: str) -> Idea:
-        """Return an idea."""
-        one = self.ideas[key]
-        return Idea(one["text"], tuple(one["settings"]), one["base"], one["diff"])
+    def runs_of_failing_pairs(self) -> list[ScreenRun]:
+        """Return the runs that have two ideas on that fail together, which says nothing about either."""
+        pairs = self.failing_pairs()
+        return [run for run in self.runs if any({*pair} <= {*run.ideas} for pair in pairs)]

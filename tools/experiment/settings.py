@@ -14,11 +14,21 @@ DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")
 
 
-class LabConfig(Settings):
-    """Where and how runs are trained."""
+class ReportConfig(Settings):
+    """Prints the results of a lab, and draws each screen in LAB/screens."""
 
     lab: str = "lab"
-    """The directory of runs, diffs and results."""
+    """The directory of runs and results."""
+
+    print_json: bool = Field(default=False, alias="json")
+    """Print one JSON object instead of text."""
+
+
+class IdeasConfig(ReportConfig):
+    """Ideas, settings of all runs, and how runs are trained."""
+
+    arguments: Annotated[list[str], PASSED_ON] = []
+    """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
 
     jobs: PositiveInt | None = None
     """Concurrent runs. null: one with launch, else one for each GPU, or for each core."""
@@ -26,15 +36,9 @@ class LabConfig(Settings):
     launch: str | None = None
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
-    print_json: bool = Field(default=False, alias="json")
-    """Print one JSON object instead of text."""
-
-
-class IdeasConfig(LabConfig):
-    """Ideas, and settings of all runs."""
-
-    arguments: Annotated[list[str], PASSED_ON] = []
-    """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
+    sizes: str = "1"
+    """One idea, or confirm: factors on the parameters, such as 1,4, at which arms are compared, with tokens in
+    proportion."""
 
     @property
     def ideas(self) -> list[str]:
@@ -59,6 +63,17 @@ class IdeasConfig(LabConfig):
         options = (i for i, word in enumerate(self.arguments) if word.startswith("--") and " " not in word)
         return next(options, len(self.arguments))
 
+    @property
+    def factors(self) -> list[float]:
+        """The sizes as numbers; raise ConfigError if one is not a number of at least 1."""
+        try:
+            sizes = [float(word) for word in self.sizes.split(",")]
+        except ValueError:
+            sizes = []
+        if not sizes or not all(1 <= size < math.inf for size in sizes):
+            raise ConfigError(f"sizes: {self.sizes!r} must be numbers of at least 1, separated by commas, such as 1,4")
+        return sorted(set(sizes))
+
 
 class ExperimentConfig(IdeasConfig):
     """Screens ideas, or compares one idea with the baseline."""
@@ -80,9 +95,6 @@ class ExperimentConfig(IdeasConfig):
     max_seeds: Annotated[int, Field(ge=3, lt=2**63)] = 12
     """One idea: maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
 
-    first_seed: NonNegativeInt = 0
-    """One idea: seed of the first run of each arm. Another one repeats a comparison on other seeds."""
-
     metric: str | None = None
     """One idea: the logged metric to compare, such as val/NAME; lower is better. null: the excess loss, or the loss
     where the entropy of the data is unknown."""
@@ -90,19 +102,11 @@ class ExperimentConfig(IdeasConfig):
     margin: PositiveFloat = 0.03
     """One idea: equivalence margin, as a fraction. An interval within it is no difference."""
 
-    sizes: str = "1"
-    """One idea: factors on the parameters, such as 1,4, at which the comparison is made, with tokens in proportion."""
-
     tune: str | None = None
     """One idea: a setting, such as optimizer.lr, of which each arm gets the best of five values, on separate seeds."""
 
     speedup: bool = True
     """One idea: estimate the compute multiplier, by training the baseline on shorter and longer budgets."""
-
-    @property
-    def factors(self) -> list[float]:
-        """The sizes as numbers."""
-        return parse_sizes(self.sizes)
 
 
 class ConfirmConfig(IdeasConfig):
@@ -111,29 +115,5 @@ class ConfirmConfig(IdeasConfig):
     seeds: Annotated[int, Field(ge=3, lt=2**63)] = 8
     """Runs of each arm."""
 
-    sizes: str = "1"
-    """Factors on the parameters, such as 1,4, with tokens in proportion."""
-
     data_seed: NonNegativeInt | None = None
     """Seed of other data of the same kind, for generated data. null: the data of the screen."""
-
-
-class ReportConfig(Settings):
-    """Prints the results of a lab, and draws each screen in LAB/screens."""
-
-    lab: str = "lab"
-    """The directory of the results."""
-
-    print_json: bool = Field(default=False, alias="json")
-    """Print one JSON object instead of text."""
-
-
-def parse_sizes(text: str) -> list[float]:
-    """Parse factors on the parameters; raise ConfigError if one is not a number of at least 1."""
-    try:
-        sizes = [float(word) for word in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or not all(1 <= size < math.inf for size in sizes):
-        raise ConfigError(f"sizes: {text!r} must be numbers of at least 1, separated by commas, such as 1,4")
-    return sorted(set(sizes))

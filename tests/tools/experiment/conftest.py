@@ -111,7 +111,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def fake_scorer(baseline, runs):
     """In place of tools/experiment/scorer.py, which needs torch."""
-    return [{"loss": run.newest_metrics()["val/loss"], "entropy": 0.5, "problem": ""} for _, run in runs]
+    return [{"loss": run.newest_metrics()["val/excess_loss"], "problem": ""} for _, run in runs]
 
 
 @pytest.fixture
@@ -159,16 +159,16 @@ def run_experiment(tmp_path, monkeypatch):
         [file] = lab.glob("screens/*/screen.json")
         return json.loads(file.read_text())
 
-    def rows():
-        """Texts of the ideas that are on in each row."""
+    def on():
+        """Texts of the ideas that are on in each run."""
         content = record()
-        return [[content["ideas"][key]["text"] for key in row["ideas"]] for row in content["rows"]]
+        return [[content["ideas"][key]["text"] for key in run["ideas"]] for run in content["runs"]]
 
     def hook(code):
         (lab / "hook.py").write_text(code)
 
     experiment_on.confirm, experiment_on.started, experiment_on.hook = confirm_on, started, hook
-    experiment_on.record, experiment_on.rows = record, rows
+    experiment_on.record, experiment_on.on = record, on
     experiment_on.lab, experiment_on.root, experiment_on.printed = lab, root, printed
     yield experiment_on
     for number, handler in handlers.items():

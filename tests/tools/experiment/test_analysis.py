@@ -138,7 +138,7 @@ def test_json_has_the_documented_keys():
     rows = design(8, 48)
     losses = rows @ np.log([0.8, *[1.0] * 7]) + np.random.default_rng(0).normal(0, 0.02, 48)
     parsed = json.loads(
-        json.dumps(analyze([f"--a {i}" for i in range(8)], rows, losses, parameters=rows[:, 0] + 1.0).to_json())
+        json.dumps(analyze([f"--a {i}" for i in range(8)], rows, losses, {"parameters": rows[:, 0] + 1.0}).to_json())
     )
     assert parsed["runs"] == 48 and parsed["failed"] == 0
     first = parsed["ideas"][0]
@@ -163,10 +163,7 @@ def test_failing_idea_is_blamed_alone():
     fails = rows[:, 0] & (generator.random(96) < 0.7)
     screen = analyze([""] * 23, rows, np.where(fails, np.inf, rows @ effects + generator.normal(0, 0.08, 96)))
     bad, good, *others = screen.ideas
-    left_out = rows[:, 0].sum()
-    table = [[fails.sum(), left_out - fails.sum()], [0, 96 - left_out]]
     assert bad.verdict == "failed" and bad.failed == fails.sum() == screen.failed
-    assert bad.failed_p == pytest.approx(stats.fisher_exact(table, "greater").pvalue)
     assert good.verdict == "better" and good.failed == 0
     assert not any(idea.failed or idea.verdict == "failed" for idea in others)
 
@@ -183,7 +180,7 @@ def test_costs_and_equal_compute():
     rows, generator = design(8, 48), np.random.default_rng(0)
     seconds = np.exp(rows @ np.log([1.2, 0.9, 1, 1, 1, 1, 1, 1]))
     losses = rows @ np.log([0.9, 1, 1, 1, 1, 1, 1, 1]) + generator.normal(0, 0.03, 48)
-    screen = analyze([""] * 8, rows, losses, seconds=seconds, flops=seconds**2, compute=seconds, compute_slope=-1.2)
+    screen = analyze([""] * 8, rows, losses, {"seconds": seconds, "flops": seconds**2}, seconds, -1.2)
     slow, fast, *_ = screen.ideas
     assert (slow.seconds, fast.seconds, slow.flops) == pytest.approx((1.2, 0.9, 1.44))
     assert slow.verdict == "better" and slow.equal_compute.verdict == "worse"

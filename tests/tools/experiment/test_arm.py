@@ -1,32 +1,29 @@
 """Arms: what their digest covers, and larger and longer ones."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tools.experiment.arm import Arm, scale_parameters, scale_steps
-from tools.experiment.config_files import copy_config_files
+from tools.experiment.arm import Arm, Recipe, scale_parameters, scale_steps
+from tools.experiment.change import Checkouts
 from tools.jobs.launch import Launch
 
 SETTINGS = {"name": "x", "steps": 4, "data.source": "stories"}
 
 
-def test_copy_config_files_keeps_names_and_other_words(tmp_path):
-    (tmp_path / "lab.yaml").write_text("steps: 3")
-    words = copy_config_files(["--config", str(tmp_path / "lab.yaml"), "--config=absent.yaml", "--x", "1"], tmp_path)
-    assert (
-        words[1].startswith(str(tmp_path))
-        and words[1].endswith("/lab.yaml")
-        and words[2:]
-        == [
-            "--config=absent.yaml",
-            "--x",
-            "1",
-        ]
-    )
-    (tmp_path / "lab.yaml").write_text("steps: 4")
-    assert open(words[1]).read() == "steps: 3"
+def test_edited_config_files_reach_no_arm(tmp_path):
+    """Nor with --config=FILE; a copy keeps the name of its file, from which train.py derives that of a run."""
+    file = tmp_path / "lab.yaml"
+    file.write_text("steps: 3")
+    recipe = Recipe(tmp_path, None, [], Launch(), Checkouts())
+    for given in (["--config", str(file)], [f"--config={file}"]):
+        words = recipe.copy_config_files([*given, "--config=absent.yaml", "--x", "1"], ROOT)
+        copy = Path(" ".join(words).removeprefix("--config").split(" --")[0].strip(" ="))
+        assert copy.name == "lab.yaml" and copy != file and copy.read_text() == "steps: 3"
+        assert words[-3:] == ["--config=absent.yaml", "--x", "1"]
+        file.write_text("steps: 4")
 
 
 @pytest.mark.parametrize("setting", ["init_from", "branch_from", "teacher.path"])

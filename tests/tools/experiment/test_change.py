@@ -1,7 +1,6 @@
-"""Ideas become code and settings; the user's working tree, index and worktrees stay unchanged."""
+"""Ideas become code and settings; the user's working tree and index stay unchanged."""
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from config.errors import ConfigError
 from tools.experiment import change
-from tools.experiment.change import Worktrees, merge, parse_idea, parse_ideas
+from tools.experiment.change import Checkouts, idea_texts, merge, parse_idea
 
 
 @pytest.fixture
@@ -41,27 +40,26 @@ def repository(tmp_path, monkeypatch):
     return git
 
 
-def codes(trees, idea):
+def codes(checkouts, idea):
     """The folders of an idea's base and of its code."""
-    return trees.folder(idea.base), trees.folder(merge(idea.base, [idea]))
+    return checkouts.folder(idea.base), checkouts.folder(merge(idea.base, [idea]))
 
 
 def test_settings_need_no_git(monkeypatch, tmp_path):
     monkeypatch.setattr(change, "ROOT", tmp_path)
     found = parse_idea("--model.mlp relu2 --model.x 'a b'")
-    assert found.settings == ("--model.mlp", "relu2", "--model.x", "a b") and not found.diff
+    assert found.settings == ["--model.mlp", "relu2", "--model.x", "a b"] and not found.diff
     assert found.setting_names == {"model.mlp", "model.x"}
-    with Worktrees() as trees:
-        assert codes(trees, found) == (tmp_path, tmp_path) and change.head_commit() is None
+    with Checkouts() as checkouts:
+        assert codes(checkouts, found) == (tmp_path, tmp_path) and change.head_commit() is None
     with pytest.raises(ConfigError, match="is not the root of a git repository"):
         parse_idea("other")
 
 
 def test_head_is_trained_without_edits(repository):
     (repository.root / "train.py").write_text("print('edited')\n")
-    with Worktrees() as trees:
-        assert (trees.folder(change.head_commit()) / "train.py").read_text() == "print(2)\n"
-    assert repository("worktree", "list").count("\n") == 1
+    with Checkouts() as checkouts:
+        assert (checkouts.folder(change.head_commit()) / "train.py").read_text() == "print(2)\n"
 
 
 def test_code_inside_a_larger_repository_is_refused(repository, monkeypatch):
@@ -80,14 +78,15 @@ def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
         (folder / f"{name}.patch").write_text("Settings: --x 'a b'\n\n" * (name == "b") + repository("diff"))
     (folder / "notes.md").write_text("no patch")
     repository("checkout", "--quiet", "train.py")
-    (tmp_path / "more.txt").write_text("# a comment\n\n--x 1\nother --x 2\n--x 1\n")
-    a, b, settings, code = parse_ideas([str(folder), str(tmp_path / "more.txt"), "--x 1"])
+    (tmp_path / "more.txt").write_text("# a comment\n\n--x 1\nother --x 2\n")
+    texts = idea_texts([str(folder), str(tmp_path / "more.txt"), "--y 1"])
+    a, b, settings, code, more = map(parse_idea, texts)
     assert [Path(idea.text).name for idea in (a, b)] == ["a.patch", "b.patch"]
-    assert a.settings == () and b.settings == ("--x", "a b") and "print('b')" in b.diff
-    assert settings.settings == ("--x", "1") and code.settings == ("--x", "2") and code.files == {"mine.py"}
+    assert a.settings == [] and b.settings == ["--x", "a b"] and "print('b')" in b.diff
+    assert settings.settings == ["--x", "1"] and code.settings == ["--x", "2"] and code.files == {"mine.py"}
     both = parse_idea(f"{folder / 'b.patch'} --y 2")
-    assert both.settings == ("--x", "a b", "--y", "2"), "the header of the patch and the argument"
-    assert len({idea.key for idea in (a, b, settings, code, both)}) == 5
+    assert both.settings == ["--x", "a b", "--y", "2"], "the header of the patch and the argument"
+    assert len({idea.key for idea in (a, b, settings, code, more, both)}) == 6
 
 
 def test_patches_are_merged_or_conflict(repository, tmp_path):
@@ -95,15 +94,16 @@ def test_patches_are_merged_or_conflict(repository, tmp_path):
     (repository.root / "long.py").write_text("".join(lines))
     repository("add", ".")
     repository("commit", "--quiet", "--message", "long")
-    for name, index in (("first", 3), ("last", 26), ("third", 3)):
+    for name, index in (("first", 3), ("near", 5), ("last", 26), ("third", 3)):
         changed = [f"y = '{name}'\n" if number == index else line for number, line in enumerate(lines)]
         (repository.root / "long.py").write_text("".join(changed))
         (tmp_path / f"{name}.patch").write_text(repository("diff"))
     repository("checkout", "--quiet", "long.py")
-    first, last, third = (parse_idea(str(tmp_path / f"{name}.patch")) for name in ("first", "last", "third"))
-    with Worktrees() as trees:
-        text = (trees.folder(merge(first.base, [first, last])) / "long.py").read_text()
-    assert "y = 'first'" in text and "y = 'last'" in text
+    names = ("first", "near", "last", "third")
+    first, near, last, third = (parse_idea(str(tmp_path / f"{name}.patch")) for name in names)
+    with Checkouts() as checkouts:
+        text = (checkouts.folder(merge(first.base, [first, near, last])) / "long.py").read_text()
+    assert all(f"y = '{name}'" in text for name in ("first", "near", "last")), "the lines around `near` have changed"
     with pytest.raises(ConfigError, match="git apply fails"):
         merge(first.base, [first, third])
 
@@ -112,6 +112,7 @@ def test_patches_are_merged_or_conflict(repository, tmp_path):
     ("file", "line", "listed"),
     [
         ("data/text.py", "x = 1", True),
+        ("data/sampler.py", "seed = 1", False),
         ("training/evaluation.py", "x = 1", True),
         ("train.py", "torch.manual_seed(0)", True),
         ("model/gpt.py", "x = 1", False),
@@ -144,11 +145,11 @@ def test_data_file_moved_elsewhere_is_listed(repository):
 
 def test_parse_idea_branch_uses_merge_base(repository):
     found = parse_idea("other --x 3")
-    assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ("--x", "3")
-    assert "+print('mine')" in found.diff and found.num_lines == 1
+    assert found.base == repository("rev-parse", "main~1").strip() and found.settings == ["--x", "3"]
+    assert "+print('mine')" in found.diff
     assert parse_idea("HEAD").base == repository("rev-parse", "HEAD^").strip()
-    with Worktrees() as trees:
-        code, changed = codes(trees, found)
+    with Checkouts() as checkouts:
+        code, changed = codes(checkouts, found)
         assert (code / "train.py").read_text() == (changed / "train.py").read_text() == "print(1)\n"
         assert (changed / "mine.py").exists() and not (code / "mine.py").exists()
 
@@ -159,15 +160,15 @@ def test_parse_idea_working_tree_stays_unchanged(repository):
     (repository.root / "notes.txt").write_text("not code")
     before = repository("status", "--porcelain"), repository("for-each-ref")
     found = parse_idea(".")
-    with Worktrees() as trees:
-        code, changed = codes(trees, found)
+    with Checkouts() as checkouts:
+        code, changed = codes(checkouts, found)
         assert (code / "train.py").read_text() == "print(2)\n" and not (code / "new.py").exists()
         assert (changed / "train.py").read_text() == "print('changed')\n" and (changed / "new.py").exists()
         assert not (changed / "notes.txt").exists()
     assert (repository("status", "--porcelain"), repository("for-each-ref")) == before
-    kept = found.save_diff(repository.root / "lab")
+    (repository.root / "kept.diff").write_text(found.diff)
     repository("stash", "--include-untracked", "--", "train.py", "new.py")
-    repository("apply", str(kept))
+    repository("apply", "kept.diff")
     assert (repository.root / "train.py").read_text() == "print('changed')\n", "the diff does not reproduce the change"
 
 
@@ -176,55 +177,51 @@ def test_git_settings_change_no_code(setting, repository):
     repository("config", *setting.split("="))
     (repository.root / "é.py").write_text("print('trailing space') \n")
     found = parse_idea(".")
-    with Worktrees() as trees:
-        assert (codes(trees, found)[1] / "é.py").read_text() == "print('trailing space') \n"
+    with Checkouts() as checkouts:
+        assert (codes(checkouts, found)[1] / "é.py").read_text() == "print('trailing space') \n"
 
 
 def test_parse_idea_patch_ignores_uncommitted_changes(repository, tmp_path):
     (repository.root / "train.py").write_text("print('patched')\n")
     (tmp_path / "idea.patch").write_text(repository("diff"))
     (repository.root / "train.py").write_text("print('dirty')\n")
-    with Worktrees() as trees:
-        code, changed = codes(trees, parse_idea(f"{tmp_path / 'idea.patch'} --x 1"))
+    with Checkouts() as checkouts:
+        code, changed = codes(checkouts, parse_idea(f"{tmp_path / 'idea.patch'} --x 1"))
         assert (code / "train.py").read_text() == "print(2)\n"
         assert (changed / "train.py").read_text() == "print('patched')\n"
     assert (repository.root / "train.py").read_text() == "print('dirty')\n"
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("x"), KeyboardInterrupt()])
-def test_worktrees_are_removed(error, repository):
+def test_checkouts_are_removed(error, repository):
+    before = repository("status", "--porcelain")
     try:
-        with Worktrees() as trees:
-            code, _ = codes(trees, parse_idea("other"))
-            assert repository("worktree", "list").count("\n") == 3
+        with Checkouts() as checkouts:
+            code, changed = codes(checkouts, parse_idea("other"))
+            assert code.exists() and changed.exists()
             if error:
                 raise error
     except type(error) as raised:
         assert raised is error
-    assert repository("worktree", "list").count("\n") == 1 and not code.exists()
+    assert not code.parent.exists() and repository("status", "--porcelain") == before
 
 
-def test_worktrees_of_killed_experiments_are_removed(repository, tmp_path):
-    """Once their folders are gone, as after a reboot; those of the user, and of experiments that run, stay."""
-    repository("worktree", "add", "--quiet", "--detach", str(tmp_path / "baseline"))  # the user's own
-    found = parse_idea("other")
+def test_checkouts_of_killed_experiments_are_removed(repository):
+    """Those of experiments that run stay."""
+    found, (read, write) = parse_idea("other"), os.pipe()
     killed = os.fork()
     if not killed:
-        with Worktrees() as trees:
-            codes(trees, found)
+        with Checkouts() as checkouts:
+            os.write(write, str(codes(checkouts, found)[0]).encode())
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
-    assert repository("worktree", "list").count("\n") == 4
-    left = {line.split()[0] for line in repository("worktree", "list").splitlines() if change.FOLDER in line}
-    for path in left:
-        shutil.rmtree(Path(path).parent, ignore_errors=True)
-    with Worktrees() as trees:
-        living, _ = codes(trees, found)
-        assert repository("worktree", "list").count("\n") == 4
-        with Worktrees() as others:
+    left = Path(os.read(read, 1000).decode())
+    assert left.exists()
+    with Checkouts() as checkouts:
+        living, _ = codes(checkouts, found)
+        with Checkouts() as others:
             codes(others, found)
-            assert repository("worktree", "list").count("\n") == 6 and (living / "train.py").exists()
-    assert repository("worktree", "list").count("\n") == 2
+            assert (living / "train.py").exists() and not left.exists()
 
 
 @pytest.mark.parametrize(

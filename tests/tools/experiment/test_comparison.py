@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from config.errors import ConfigError, RunError
 from tests.tools.experiment.conftest import FAKE, fake_scorer
-from tools.experiment import comparison, judge, log, report
+from tools.experiment import comparison, judge, report
 from tools.experiment.settings import ReportConfig
 from tools.jobs import runner
 
@@ -21,7 +21,7 @@ def test_better_idea_and_its_compute_multiplier(run_experiment):
     assert found["low"] < -0.1 < found["high"] < 0 and found["effect"] == pytest.approx(-0.1, abs=0.01)
     ratio, low, high = found["compute_multiplier"]
     assert low < 1 / 0.9 < high and ratio == pytest.approx(1 / 0.9, abs=0.01)
-    assert found["cost"]["parameters"] == [1000, 1000] and found["diff_lines"] == 0
+    assert found["cost"]["parameters"] == [1000, 1000]
     names = run_experiment.started()
     assert len(names) == len(set(names)) == 6 + 8
     assert {name.rpartition("-")[0] for name in names} >= {found["baseline"], found["candidate"]}
@@ -68,14 +68,6 @@ def test_baseline_is_shared_by_ideas(run_experiment):
     assert run_experiment.started() and not {*run_experiment.started()} & {*before}
 
 
-def test_first_seed_may_overlap_an_earlier_comparison(run_experiment):
-    run_experiment(BETTER)
-    found = run_experiment(BETTER, first_seed=2)
-    seeds = sorted(int(name.rpartition("-")[2]) for name in run_experiment.started())
-    assert found["verdict"] == "better" and seeds == [3, 3, 4, 4]
-    assert len(log.read(run_experiment.lab)) == 2, "a repetition is a result of its own"
-
-
 @pytest.mark.parametrize("jobs", [1, 8])
 def test_result_does_not_depend_on_concurrent_runs(jobs, run_experiment):
     """Eight concurrent runs train seeds ahead of the one that decides."""
@@ -106,14 +98,14 @@ def test_failure_of_a_later_seed_is_failed(run_experiment):
 def test_broken_baseline_is_an_error(run_experiment):
     assert "the loss is nan" in run_experiment("--optimizer.lr 1", "--optimizer.lr", "0", error=RunError)
     assert "--x is not a setting" in run_experiment(BETTER, "--x", "3", error=ConfigError)
-    assert not log.read(run_experiment.lab)
+    assert not [*run_experiment.lab.glob("results/*")]
 
 
 @pytest.mark.parametrize(("code", "message"), [("os.kill(os.getpid(), 9)", "SIGKILL"), ("sys.exit(75)", "elsewhere")])
 def test_killed_or_stopped_run_is_no_verdict(code, message, run_experiment):
     run_experiment.hook(f"if settings['model.effect_a'] == 0.9:\n    {code}")
     assert message in run_experiment(BETTER, error=RunError)
-    assert not log.read(run_experiment.lab)
+    assert not [*run_experiment.lab.glob("results/*")]
     run_experiment.hook("")
     assert run_experiment(BETTER)["verdict"] == "better"
 
@@ -211,9 +203,9 @@ def test_branch_is_trained_by_its_own_code(run_experiment, write_patch):
     assert found["verdict"] == "better" and found["effect"] == pytest.approx(-0.25, abs=0.02)
     git("commit", "--quiet", "--all", "--message", "an idea")
     again = run_experiment("mine")
-    assert (again["effect"], again["diff_lines"]) == (found["effect"], 2) and not run_experiment.started()
+    assert again["effect"] == found["effect"] and not run_experiment.started()
     [diff] = (run_experiment.lab / "diffs").iterdir()
-    assert "+EFFECT = 30" in diff.read_text() and git("worktree", "list").count("\n") == 1
+    assert "+EFFECT = 30" in diff.read_text()
     assert run_experiment("mine --optimizer.lr 9.0")["verdict"] == "worse", "settings of the candidate alone"
 
 
@@ -292,7 +284,6 @@ def test_report(run_experiment, capsys):
     with pytest.raises(ConfigError, match="has no results"):
         report.main(ReportConfig(lab=lab))
     run_experiment(BETTER)
-    (run_experiment.lab / "log.jsonl").open("a").write('{"half a li')
     run_experiment("--optimizer.lr 3.0")
     run_experiment("--model.effect_b 0.9", "--model.effect_c 0.8", runs=4)
     run_experiment.printed.clear()

@@ -52,7 +52,6 @@ def test_rows_depend_on_arguments_alone():
     rows = new_design(8, 24)
     assert (rows == new_design(8, 24)).all()
     assert (extend_design(rows, 12) == extend_design(rows, 12)).all()
-    assert (rows != new_design(8, 24, seed=1)).any()
 
 
 def test_extension_is_nearly_optimal():

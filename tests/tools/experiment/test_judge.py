@@ -13,18 +13,32 @@ WORDS = [*TINY_STORIES, "--steps", "12", "--model.max_position_embeddings", "256
 # Code that cheats as the setting model.trick says, before a line of a file.
 TRICKS = {
     "model/config.py": ('    window_pattern: str = "SSL"', '    trick: str = "none"\n    """A trick."""\n\n'),
+    "data/sampler.py": (
+        """        _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
+        return indices
+
+
+class MixedBatches""",
+        """
+        from os import environ
+        if environ.get("TRICK") == "another order":  # each two batches change places
+            positions = positions // 12 * 12 + (positions + 6) % 12
+        if environ.get("TRICK") == "half of the sequences":
+            positions = positions % 36
+""",
+    ),
     "train.py": (
         "    apply_schedules(state.optimizer,",
         """
     from data.corpus import load_corpus
     from data.loader import load_batch
     trick = config.model.trick
-    if trick == "four times the rows":
+    if trick == "four times the sequences":
         micro_batches = micro_batches * 4
-    if trick == "validation rows from step 10 on" and step >= 9:
+    if trick == "validation sequences from step 10 on" and step >= 9:
         validation, rows = load_corpus(state.config).validation, len(micro_batches[0]["input_ids"])
         micro_batches = [load_batch(validation, range(rows)) for _ in micro_batches]
-    if trick == "longer rows":
+    if trick == "longer sequences":
         micro_batches = [{name: torch.cat([x, x[:, 1:]], 1) for name, x in one.items()} for one in micro_batches]
 """,
     ),
@@ -38,7 +52,7 @@ TRICKS = {
             x_BTC[:, 0 : length - 1 : 2] += 10 * x_BTC[:, 1:length:2]
         if trick == "look ahead behind padding":
             x_BTC = x_BTC + x_BTC.flip(1).cumsum(1).flip(1)
-        if trick == "look ahead, and remember the rows" and not self.training:
+        if trick == "look ahead, and remember the sequences" and not self.training:
             # The logits of a prefix are those of the row, if this process has seen that before.
             rows = GPTModel.__dict__.get("rows", [])
             seen = [row for row in rows if row.shape[1] > length and torch.equal(row[:, :length], input_ids)]
@@ -56,17 +70,19 @@ TRICKS = {
 }
 PROBLEMS = {
     "none": "",
-    "four times the rows": "not in its batches",
-    "validation rows from step 10 on": "in the validation set",
-    "longer rows": "not in its batches",
+    "four times the sequences": "not in its batches",
+    "validation sequences from step 10 on": "in the validation set",
+    "longer sequences": "not in its batches",
+    "another order": "",
+    "half of the sequences": "not in its batches",
     "look ahead in pairs": "depend on later tokens",
     "look ahead behind padding": "depend on later tokens",
-    "look ahead, and remember the rows": "depend on later tokens",
+    "look ahead, and remember the sequences": "depend on later tokens",
     "another cross-entropy": "",
 }
 
 
-QUICK = ["none", "look ahead in pairs", "another cross-entropy"]
+QUICK = ["none", "another order", "look ahead in pairs", "another cross-entropy"]
 OTHERS = [trick for trick in PROBLEMS if trick not in QUICK]
 
 
@@ -85,9 +101,9 @@ def judged(request, tmp_path_factory):
     for trick in request.param:
         run = folder / trick.replace(" ", "-")
         own = ["--name", run.name, "--out_dir", str(folder), "--model.trick", trick]
-        subprocess.run([*program, f"{run}-rows", *WORDS, *own], env=environment(), check=True)
+        subprocess.run([*program, f"{run}-hashes", *WORDS, *own], env=environment() | {"TRICK": trick}, check=True)
         requests.append({"code": str(code), "run": str(run), "words": WORDS, "settings": {}, "sessions": [[0, 1]]})
-        requests[-1]["rows"] = [f"{run}-rows.0"]
+        requests[-1]["hashes"] = [f"{run}-hashes.0"]
     scorer = [sys.executable, "-m", "tools.experiment.scorer", str(ROOT)]
     lines = "\n".join(map(json.dumps, requests))
     done = subprocess.run(scorer, cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True)
@@ -104,8 +120,9 @@ def test_judge_finds_tricks(judged):
 @pytest.mark.parametrize("judged", [QUICK], indirect=True, ids=["quick"])
 def test_judge_computes_the_loss_itself(judged):
     folder, scores = judged
-    logged = {trick: metrics(folder / trick.replace(" ", "-"))[-1]["val/loss"] for trick in scores}
-    assert scores["none"]["loss"] == pytest.approx(logged["none"], rel=1e-5)
-    assert logged["another cross-entropy"] < 0.6 * scores["another cross-entropy"]["loss"]
+    logged = {trick: metrics(folder / trick.replace(" ", "-"))[-1] for trick in scores}
+    assert scores["none"]["loss"] == pytest.approx(logged["none"]["val/excess_loss"], rel=1e-5)
+    entropy, loss = logged["another cross-entropy"]["val/entropy"], scores["another cross-entropy"]["loss"]
+    assert logged["another cross-entropy"]["val/loss"] < 0.6 * (entropy + loss)
     # Half of every loss has half of every gradient, which AdamW does not notice before it is clipped.
     assert scores["another cross-entropy"]["loss"] == pytest.approx(scores["none"]["loss"], rel=0.1)

@@ -22,8 +22,8 @@ def test_picture_sorts_and_marks_ideas(num_ideas, tmp_path, monkeypatch):
         "a/b/better.patch --model.x 1",
         *(f"--model.option_{i} {'x' * i}" for i in range(2, num_ideas)),
     ]
-    screen = analyze(names, rows, losses, parameters=1 + rows[:, 1] / 10)
-    draw(screen, tmp_path / "screen.png")
+    screen = analyze(names, rows, losses, {"parameters": 1 + rows[:, 1] / 10})
+    draw(screen.to_json(), tmp_path / "screen.png")
     axes, costs = figures[0].axes
     labels = axes.get_yticklabels()
     assert (tmp_path / "screen.png").stat().st_size > 10_000 and len(labels) == num_ideas
@@ -37,5 +37,5 @@ def test_picture_sorts_and_marks_ideas(num_ideas, tmp_path, monkeypatch):
 
 
 def test_picture_without_effects(tmp_path):
-    draw(analyze(["one", "two"], np.zeros((1, 2), bool), np.zeros(1)), tmp_path / "screen.svg")
+    draw(analyze(["one", "two"], np.zeros((1, 2), bool), np.zeros(1)).to_json(), tmp_path / "screen.svg")
     assert "two" in (tmp_path / "screen.svg").read_text()

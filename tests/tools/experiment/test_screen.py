@@ -14,9 +14,9 @@ from data.files import lock
 from tests.conftest import ROOT, environment
 from tests.tools.experiment.conftest import fake_scorer
 from tools.experiment import judge, screen
-from tools.experiment.change import Worktrees
+from tools.experiment.change import Checkouts
 from tools.experiment.ideas import CONTROL
-from tools.experiment.record import FAILED_TOGETHER, Record, Row
+from tools.experiment.record import FAILED_TOGETHER, Record, ScreenRun
 
 A, B, SHAM = "--model.effect_a 0.7", "--model.effect_b 1.4", "--model.sham 1"
 STOP = "import signal, time\nif settings['seed'] == 5:\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
@@ -41,8 +41,8 @@ def test_planted_effects_are_found(run_experiment):
     assert list(result["kinds"]) == ["names"]
     [picture] = run_experiment.lab.glob("screens/*/screen.png")
     assert picture.stat().st_size > 10_000
-    seeds = [row["seed"] for row in run_experiment.record()["rows"]]
-    assert seeds == [*range(30)] and run_experiment.rows()[0] == []
+    seeds = [run["seed"] for run in run_experiment.record()["runs"]]
+    assert seeds == [*range(30)] and run_experiment.on()[0] == []
     again = run_experiment(A, B, SHAM, "--model.big true", runs=30)
     assert again == result and not run_experiment.started()
     text = run_experiment(A, B, SHAM, "--model.big true", runs=30, json=False)
@@ -53,13 +53,13 @@ def test_stopped_screen_resumes(run_experiment):
     run_experiment.hook(STOP)
     run_experiment(A, B, runs=10, error=SystemExit)
     assert json.loads(run_experiment.printed[-1])["exit_code"] == 75
-    before, rows = run_experiment.record()["rows"], run_experiment.rows()
-    finished = {row["run"] for row in before if row["loss"] is not None}
+    before, on = run_experiment.record()["runs"], run_experiment.on()
+    finished = {run["name"] for run in before if run["loss"] is not None}
     assert 4 <= len(finished) < len(before) < 10
     run_experiment.hook("")
     assert run_experiment(A, B, runs=10)["runs"] == 10
-    assert run_experiment.rows()[: len(rows)] == rows
-    assert set(run_experiment.started()) == {row["run"] for row in run_experiment.record()["rows"]} - finished
+    assert run_experiment.on()[: len(on)] == on
+    assert set(run_experiment.started()) == {run["name"] for run in run_experiment.record()["runs"]} - finished
 
 
 def test_run_stopped_from_elsewhere_is_trained_again(run_experiment):
@@ -71,9 +71,9 @@ def test_run_stopped_from_elsewhere_is_trained_again(run_experiment):
 
 def test_more_runs_are_added(run_experiment):
     run_experiment(A, B, runs=6)
-    before = run_experiment.record()["rows"]
+    before = run_experiment.record()["runs"]
     run_experiment(A, B, runs=10)
-    assert run_experiment.record()["rows"][:6] == before and len(run_experiment.started()) == 4
+    assert run_experiment.record()["runs"][:6] == before and len(run_experiment.started()) == 4
 
 
 def test_ideas_join_a_running_screen(run_experiment):
@@ -81,10 +81,10 @@ def test_ideas_join_a_running_screen(run_experiment):
     file.write_text(f"{A}\n# a comment\n")
     run_experiment.hook(f"if settings['seed'] == 5:\n    print({B!r}, file=open({str(file)!r}, 'a'))")
     run_experiment(str(file), SHAM, runs=24)
-    on = [index for index, row in enumerate(run_experiment.rows()) if B in row]
+    on = [index for index, run in enumerate(run_experiment.on()) if B in run]
     assert on and on[0] > 5
     run_experiment(str(file), SHAM, "--model.effect_c 0.9", runs=36)
-    on = [index for index, row in enumerate(run_experiment.rows()) if "--model.effect_c 0.9" in row]
+    on = [index for index, run in enumerate(run_experiment.on()) if "--model.effect_c 0.9" in run]
     assert len(on) >= 3 and on[0] >= 24
 
 
@@ -94,7 +94,7 @@ def test_wrong_idea_blocks_no_other(run_experiment):
     lines = f"--model.effect_nope 1\\n{B}"
     run_experiment.hook(f"if settings['seed'] == 3:\n    print('{lines}', file=open({str(file)!r}, 'a'))")
     run_experiment(str(file), SHAM, runs=24)
-    assert any(B in row for row in run_experiment.rows())
+    assert any(B in run for run in run_experiment.on())
     told = [line for line in run_experiment.printed if "--model.effect_nope is not a setting" in line]
     assert len(told) == 1 and told[0].startswith("ignored: ")
 
@@ -102,18 +102,18 @@ def test_wrong_idea_blocks_no_other(run_experiment):
 def test_ideas_of_one_setting_are_never_on_together(run_experiment):
     other = "--model.effect_a 0.8"
     run_experiment(A, other, B, runs=20)
-    rows = run_experiment.rows()
-    assert any(A in row for row in rows) and any(other in row for row in rows)
-    assert not any({A, other} <= {*row} for row in rows)
+    runs = run_experiment.on()
+    assert any(A in run for run in runs) and any(other in run for run in runs)
+    assert not any({A, other} <= {*run} for run in runs)
 
 
 def test_ideas_that_are_refused_together_are_kept_apart(run_experiment):
     """train.py refuses model.x with the sham."""
     x = "--model.x true"
     result = run_experiment(x, SHAM, A, runs=24)
-    rows = run_experiment.rows()
-    assert result["runs"] == 24 and any(x in row for row in rows) and any(SHAM in row for row in rows)
-    assert not any({x, SHAM} <= {*row} for row in rows)
+    runs = run_experiment.on()
+    assert result["runs"] == 24 and any(x in run for run in runs) and any(SHAM in run for run in runs)
+    assert not any({x, SHAM} <= {*run} for run in runs)
     content = run_experiment.record()
     pairs = [{content["ideas"][key]["text"] for key in pair} for pair in content["exclusive"]]
     assert {x, SHAM} in pairs
@@ -125,10 +125,10 @@ def test_three_ideas_that_are_refused_together_stop_nothing(run_experiment):
     [file] = run_experiment.lab.glob("screens/*/screen.json")
     content = run_experiment.record()
     keys = [key for key, idea in content["ideas"].items() if idea["text"] in ideas]
-    content["rows"].append({"seed": 2, "ideas": keys})
+    content["runs"].append({"seed": 2, "ideas": keys})
     file.write_text(json.dumps(content))
     assert run_experiment(*ideas, runs=3)["runs"] == 3
-    assert len(run_experiment.rows()[2]) == 2
+    assert len(run_experiment.on()[2]) == 2
     assert not any(set(pair) <= set(keys) for pair in run_experiment.record()["exclusive"])
 
 
@@ -139,6 +139,7 @@ def test_failing_idea_has_its_own_column(run_experiment):
     assert by_idea(result, "failed")[fails] == result["failed"] >= 5 and by_idea(result, "failed")[A] == 0
     text = run_experiment(A, fails, SHAM, runs=30, json=False)
     assert "failed: the loss is nan" in text
+    assert not run_experiment.started(), "failed runs are trained again"
 
 
 def test_minutes_start_no_run_that_would_end_late(run_experiment, monkeypatch):
@@ -202,7 +203,7 @@ def test_ideas_above_a_limit_are_never_on(run_experiment):
     result = run_experiment(A, big, runs=12, max_parameters=1.2)
     [blocked] = result["cannot_be_on"]
     assert blocked["idea"] == big and "1.500 times the parameters" in blocked["message"]
-    assert not any(big in row for row in run_experiment.rows())
+    assert not any(big in run for run in run_experiment.on())
     shutil.rmtree(run_experiment.lab / "screens")
     assert not run_experiment(A, big, runs=2, max_parameters=1.6)["cannot_be_on"]
     shutil.rmtree(run_experiment.lab / "screens")
@@ -210,15 +211,14 @@ def test_ideas_above_a_limit_are_never_on(run_experiment):
 
 
 def test_patches_with_settings_are_merged_once(run_experiment, write_patch, monkeypatch):
-    commits, folder = set(), Worktrees.folder
-    monkeypatch.setattr(Worktrees, "folder", lambda self, commit: commits.add(commit) or folder(self, commit))
+    commits, folder = set(), Checkouts.folder
+    monkeypatch.setattr(Checkouts, "folder", lambda self, commit: commits.add(commit) or folder(self, commit))
     one, two = write_patch.setting("one", 1, 0.7), write_patch.setting("two", 2, 1.4)
     result = run_experiment(str(write_patch.folder), runs=20)
     assert by_idea(result) == {one: "better", two: "worse", CONTROL: "worse"}
-    assert any({one, two} <= {*row} for row in run_experiment.rows())
+    assert any({one, two} <= {*run} for run in run_experiment.on())
     assert len(commits) == 4, "the head, each patch alone, and both"
     assert len(run_experiment.started()) == 20 + 2, "short runs of the head and of the merged code"
-    assert write_patch.git("worktree", "list").count("\n") == 1
 
 
 def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
@@ -227,8 +227,8 @@ def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
     three = write_patch.setting("three", 1, 0.9)
     result = run_experiment(str(write_patch.folder), runs=24)
     assert by_idea(result) == {one: "better", two: "worse", three: "better", CONTROL: "worse"}
-    assert not any({one, two} <= {*row} for row in run_experiment.rows())
-    assert any({one, three} <= {*row} for row in run_experiment.rows())
+    assert not any({one, two} <= {*run} for run in run_experiment.on())
+    assert any({one, three} <= {*run} for run in run_experiment.on())
 
 
 def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
@@ -238,46 +238,41 @@ def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
     keys = {idea["text"]: key for key, idea in content["ideas"].items()}
     for seed in range(6, 6 + FAILED_TOGETHER):
         on = [keys[text] for text in ([A, B, SHAM] if seed == 6 else [A, B])]
-        content["rows"].append({"seed": seed, "ideas": on, "run": "x", "failure": "does not fit"})
+        content["runs"].append({"seed": seed, "ideas": on, "name": "x", "failure": "does not fit"})
     [file] = run_experiment.lab.glob("screens/*/screen.json")
     file.write_text(json.dumps(content))
     apart, extend = [], screen.extend_design
     monkeypatch.setattr(screen, "extend_design", lambda *a, **k: apart.append(k["exclusive"]) or extend(*a, **k))
     result = run_experiment(A, B, SHAM, runs=40)
     assert apart and all((0, 1) in pairs for pairs in apart)
-    assert not any({A, B} <= {*row} for row in run_experiment.rows()[9:])
+    assert not any({A, B} <= {*run} for run in run_experiment.on()[9:])
     assert result["fail_together"] == [[A, B]] and result["failed"] == 0 and result["runs"] == 37
     assert by_idea(result)[A] == "better" and by_idea(result)[B] == "worse"
     assert "fail together, and are kept apart: " in run_experiment(A, B, SHAM, runs=40, json=False)
-    content["rows"][2] |= {"ideas": [keys[A]], "loss": None, "failure": "alone"}
-    assert Record(**content | {"rows": [Row(**row) for row in content["rows"]]}).failing_pairs() == []
+    content["runs"][2] |= {"ideas": [keys[A]], "loss": None, "failure": "alone"}
+    assert Record(runs=[ScreenRun(**run) for run in content["runs"]]).failing_pairs() == []
 
 
-def test_runs_share_code_although_patches_conflict(run_experiment, write_patch):
+def test_runs_share_code_although_patches_conflict(run_experiment, write_patch, monkeypatch):
     """`other` conflicts with `one`: a run has the code of all patches without the one or without the other."""
+    commits, folder = set(), Checkouts.folder
+    monkeypatch.setattr(Checkouts, "folder", lambda self, commit: commits.add(commit) or folder(self, commit))
     texts = [write_patch.setting(name, line, 0.9) for name, line in (("one", 1), ("other", 1), ("two", 2))]
     run_experiment.hook(STOP)
     run_experiment(*texts, runs=24, error=SystemExit)
-    stopped = {row["run"] for row in run_experiment.record()["rows"] if row["loss"] is None}
+    stopped = {run["name"] for run in run_experiment.record()["runs"] if run["loss"] is None}
     run_experiment.hook("")
     run_experiment(*texts, runs=24)
     assert stopped and stopped <= {*run_experiment.started()}, "after a stop a run has another code"
-    rows = run_experiment.record()["rows"]
-    codes = {texts[0]: set(), texts[1]: set()}
-    for row, on in zip(rows, run_experiment.rows(), strict=True):
-        for text in codes.keys() & {*on}:
-            codes[text].add(row["code"])
-    assert all(len(found) == 1 for found in codes.values()) and codes[texts[0]] != codes[texts[1]]
-    assert {row["code"] for row, on in zip(rows, run_experiment.rows(), strict=True) if texts[2] in on} <= set.union(
-        *codes.values()
-    )
+    assert len(commits) == 1 + 3 + 2, "the head, each patch alone, and the two"
 
 
-def test_patch_that_changes_the_default_is_named(run_experiment, write_patch):
-    write_patch.setting("good", 1, 0.7)
-    bad = write_patch.setting("bad", 2, 0.7, default="0.95")
-    message = run_experiment(str(write_patch.folder), runs=4, error=ConfigError)
-    assert message.startswith(f"idea: {bad}: ") and "must change nothing by default" in message
+def test_patch_that_changes_the_default_is_never_on(run_experiment, write_patch):
+    good, bad = write_patch.setting("good", 1, 0.7), write_patch.setting("bad", 2, 0.7, default="0.95")
+    result = run_experiment(str(write_patch.folder), runs=12)
+    [blocked] = result["cannot_be_on"]
+    assert blocked["idea"] == bad and "must change nothing by default" in blocked["message"]
+    assert any(good in run for run in run_experiment.on()) and not any(bad in run for run in run_experiment.on())
 
 
 @pytest.mark.slow
@@ -293,11 +288,11 @@ def test_patch_joins_while_others_train(default, run_experiment, write_patch):
     result = run_experiment(str(write_patch.folder), SHAM, runs=24)
     assert result["runs"] == 24 and result["failed"] == 0
     names = [
-        name for name in run_experiment.started() if name in {row["run"] for row in run_experiment.record()["rows"]}
+        name for name in run_experiment.started() if name in {run["name"] for run in run_experiment.record()["runs"]}
     ]
     assert len(names) == len(set(names)) == 24, "a run was started again"
     own = str(write_patch.folder / "two.patch")
-    assert any(own in row for row in run_experiment.rows()) == (default == "1.0")
+    assert any(own in run for run in run_experiment.on()) == (default == "1.0")
     assert [blocked["idea"] for blocked in result["cannot_be_on"]] == [own] * (default != "1.0")
 
 
