@@ -26,6 +26,12 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 8
 RUN = [*TINY_STORIES, "--name", "run"]
 EXACT = [*RUN, "--exact", "true"]
+# configs/shakespeare_char.yaml on random bytes.
+CHAR_11M = f"""--config configs/shakespeare_char.yaml --name run --exact true --steps {STEPS} --data.source random
+    --data.num_samples 1000 --model.vocab_size 256 --schedule.name constant --schedule.min_lr_ratio 0
+    --schedule.warmup_steps 2 --evaluation.every 0 --evaluation.num_samples 1 --evaluation.num_logged_generations 0
+    --tracking.wandb disabled""".split()
+BATCHES_AND_MUON = ["", "--micro_batch_size 16", "--optimizer.name muon"]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")
 
 
@@ -184,6 +190,22 @@ def test_fp16_resumes_with_the_same_bits(runs):
     goes_on_with_the_same_bits(runs / "run", runs, 5, *arguments, **precision("fp16"))
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("name, settings", [("stories", ""), *(("11M", settings) for settings in BATCHES_AND_MUON)])
+def test_cuda_graph_trains_and_resumes_with_same_bits(name, settings, compiled, runs):
+    """A run with a graph, and its second half without."""
+    arguments = [*(EXACT if name == "stories" else CHAR_11M), *settings.split(), "--compile", compiled]
+    arguments += ["--checkpoint.every", 4, "--tracking.log_every", 4]
+    for graph in ("false", "true"):
+        train(*arguments, "--cuda_graph", graph, "--out_dir", runs / graph, **precision("bf16"))
+    without, graphed = (runs / graph / "run" for graph in ("false", "true"))
+    assert_same_run(graphed, without, STEPS)
+    shutil.rmtree(graphed / "checkpoints" / f"step-{STEPS:08d}")
+    done = train(*arguments, "--out_dir", runs / "true", **precision("bf16"))
+    assert "resumed at step 4 from" in done.stdout
+    assert_same_run(graphed, without, STEPS)
+
+
 # Numerics
 
 
@@ -215,16 +237,6 @@ def test_two_gpus_train_as_one(kind, runs):
 
 
 # What an emulated device shows too
-
-
-@pytest.mark.parametrize("compiled", ["false", "true"])
-def test_cuda_graph_trains_same_bits(compiled, runs):
-    graphs = ("false", "true")
-    for graph in graphs:
-        words = ["--compile", compiled, "--cuda_graph", graph, "--out_dir", runs / graph]
-        train(*EXACT, *words, **precision("bf16"))
-    one, other = (runs / graph / "run" for graph in graphs)
-    assert_same_run(one, other, STEPS)
 
 
 def test_background_save_changes_no_bit(exact, runs):

@@ -16,7 +16,6 @@ import yaml
 from scipy.stats import sem, t
 
 from run.directory import Run
-from tools.benchmark.programs import train_command
 from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
 
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
@@ -32,8 +31,9 @@ TORCH = torch.__version__.partition("+")[0]
 def train(name: str, config: str, seed: int) -> tuple[Run, float]:
     """Train one seed of a record on one thread of a CPU; return its run and the CPU seconds of the command."""
     run = Run(RUNS / f"{name}-seed-{seed}")
-    names = {"seed": seed, "out_dir": run.path.parent, "name": run.path.name}
-    command, before = train_command({"config": config} | SETTINGS | names), cpu_seconds()
+    settings = {"config": config} | SETTINGS | {"seed": seed, "out_dir": run.path.parent, "name": run.path.name}
+    command = [sys.executable, "train.py", *(f"--{name}={value}" for name, value in settings.items())]
+    before = cpu_seconds()
     try:
         code = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT).returncode
     except KeyboardInterrupt:

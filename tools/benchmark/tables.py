@@ -20,22 +20,27 @@ import psutil
 import torch
 
 from checkpoint.provenance import provenance
+from tools import plot
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
 SPEED, SECONDS, LOSS = {"tokens_per_second": "tokens/s"}, {"seconds": "seconds"}, "validation loss, nats/"
-KERNELS = {"kernel_milliseconds": "ms of kernels", "kernels": "kernels", "peak_gib": "peak, GiB"}
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": SECONDS | {"val/loss": f"{LOSS}character", "tokens": "tokens"},
+    "overhead": SPEED,
     "memory": {"peak_mib": "peak, MiB", "seconds_a_step": "seconds/step"},
-    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
-    **dict.fromkeys(("small_models", "small_batches"), SPEED | KERNELS),
+    "exactness": {"seconds_a_step": "seconds/step", "peak_mib": "peak, MiB"},
+    "checkpoint_stall": {"waits_seconds": "seconds"},
+    "startup": SECONDS,
+    "generation": SPEED,
     "bits": {"digest": "digest"} | SECONDS,
+    "cuda_graph": SPEED | {"kernel_milliseconds": "ms of kernels", "kernels": "kernels", "peak_gib": "peak, GiB"},
     "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
     "small_to_loss": SECONDS | {"val/loss": f"{LOSS}character"},
     "tests": {"summary": "summary"},
+    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
     "curve": SPEED | {"val/loss": f"last {LOSS}token", "seconds": "seconds from the launch"},
 }
 NO_RATIO = {"val/loss", "flops_per_second", "mfu"}
@@ -58,12 +63,12 @@ def cpu_seconds() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def write_result(name: str, figures: Figures, left_out: list[str]) -> None:
-    """Write figures with their command, machine and versions, and the groups that there was no time for."""
-    words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:])
+def write_result(name: str, figures: Figures) -> None:
+    """Write the figures of a case with its command, and with the machine and versions."""
+    others = TABLES.keys() - {name}  # cases that the same command measures
+    words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:] if word not in others)
     record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}
-    record |= {"versions": provenance(), **({"left_out": left_out} if left_out else {}), "figures": figures}
-    (RESULTS / f"{name}.json").write_text(to_json(record))
+    (RESULTS / f"{name}.json").write_text(to_json(record | {"versions": provenance(), "figures": figures}))
 
 
 def to_json(record: dict) -> str:
@@ -78,17 +83,17 @@ def read_result(name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {"figures": {}}
 
 
-def failed(cases: dict[str, dict]) -> bool:
-    """Return whether a case of a group failed."""
-    return any("error" in case for case in cases.values())
-
-
-def kept_figures(name: str) -> Figures:
-    """Return the groups without an error of a result that this code measured on a machine like this one."""
+def own_figures(name: str, with_peer: bool) -> Figures:
+    """Return what this code has measured on a machine like this one, with or without nanoGPT."""
     record, here, versions = read_result(name), machine(), provenance()
     same = all(record.get("machine", {}).get(fact) == here.get(fact) for fact in ("gpu", "cpu"))
     same = same and all(record.get("versions", {}).get(fact) == versions[fact] for fact in ("torch", "code"))
-    return {group: cases for group, cases in record["figures"].items() if same and not failed(cases)}
+    return record["figures"] if same and ("--nanogpt" in record["command"]) == with_peer else {}
+
+
+def failed(cases: dict[str, dict]) -> bool:
+    """Return whether a case of a group failed."""
+    return any("error" in case for case in cases.values())
 
 
 def format_value(value: object, unit: str = "") -> str:
@@ -127,10 +132,10 @@ def table_rows(groups: Figures, quantities: dict[str, str]) -> list[list[str]]:
     return [[row[index] for index in used] for row in rows]
 
 
-def section(name: str) -> str:
+def section(name: str, record: dict) -> str:
     """Return the Markdown table of a result, and a line with the command, the machine and the other load on it."""
-    record = read_result(name)
-    machine, cases = record["machine"], [case for cases in record["figures"].values() for case in cases.values()]
+    machine, figures = record["machine"], record["figures"]
+    cases = [case for group in figures.values() for case in group.values()]
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     caption = f"`{record['command']}`; {hardware}, torch {record['versions']['torch']}, {record['date']}"
     measured = [case[quantity] for case in cases for quantity in TABLES[name] if isinstance(case.get(quantity), list)]
@@ -138,9 +143,9 @@ def section(name: str) -> str:
         caption += f"; quartiles of {rounds} rounds"
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         caption += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
-    header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(record["figures"], TABLES[name]))
+    header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(figures, TABLES[name]))
     lines = [header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."]
-    return "\n".join(lines + ([""] + times_to_peer(record["figures"]) if name == "curve" else []))
+    return "\n".join(lines + ([""] + times_to_peer(figures) if name == "curve" else []))
 
 
 def replace_table(text: str, name: str, table: str) -> str:
@@ -153,8 +158,8 @@ def render_page() -> str:
     """Return docs/performance.md with every table made from the current results."""
     text = PAGE.read_text()
     for name in TABLES:
-        if read_result(name)["figures"]:
-            text = replace_table(text, name, section(name))
+        if (record := read_result(name))["figures"]:
+            text = replace_table(text, name, section(name, record))
     return text
 
 
@@ -173,38 +178,30 @@ def times_to_peer(figures: Figures) -> list[str]:
     points, lines = curves(figures), []
     last_seconds, target = points.get("nanoGPT", [(0.0, 0.0)])[-1]
     for name, losses in points.items():
-        line = f"- {name}: nanoGPT's last loss, {target:.3f}, is not reached."
+        when = "not reached"
         for (start, above), (end, below) in pairwise(losses):
             if below <= target < above:
                 seconds = start + (end - start) * (above - target) / (above - below)
-                line = line.replace("not reached", f"reached after {seconds:.0f} s ({seconds / last_seconds:.2f}x)")
+                when = f"reached after {seconds:.0f} s ({seconds / last_seconds:.2f}x)"
                 break
-        lines.append(line)
+        lines.append(f"- {name}: nanoGPT's last loss, {target:.3f}, is {when}.")
     return lines
 
 
 def draw_curves() -> None:
-    """Draw the result of `curve`, if there is one and matplotlib is installed."""
-    points = curves(read_result("curve")["figures"])
-    try:
-        from matplotlib import pyplot
-    except ImportError:
+    """Draw the result of `curve`, if there is one."""
+    if not (points := curves(read_result("curve")["figures"])):
         return
-    if points:
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        for name, losses in points.items():
-            axes.plot(*zip(*losses[1:], strict=True), marker=".", label=name)  # without that of the initial weights
-        axes.set(xlabel="seconds of training steps", ylabel="validation loss, nats/token", yscale="log")
-        axes.legend()
-        figure.savefig(RESULTS / "curve.png", dpi=120)
-        pyplot.close(figure)
-
-
-def update_page() -> None:
-    """Write the tables of docs/performance.md, and draw the curves."""
-    PAGE.write_text(render_page())
-    draw_curves()
+    figure = plot.new_figure(7, 4.2)
+    axes = figure.add_subplot()
+    for index, (name, losses) in enumerate(points.items()):
+        shown = losses[1:]  # without the loss of the initial weights
+        axes.plot(*zip(*shown, strict=True), **plot.run_style(index), **plot.markers(index, len(shown)), label=name)
+    plot.style_loss_axes(axes, "seconds")
+    axes.legend()
+    plot.save(figure, RESULTS / "curve.png")
 
 
 if __name__ == "__main__":
-    update_page()
+    PAGE.write_text(render_page())
+    draw_curves()
