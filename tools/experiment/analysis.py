@@ -21,6 +21,7 @@ false discovery rate", 1995), at whatever number of runs one looks: the q-values
 rates are simulated in tests/tools/experiment/test_analysis.py.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -94,17 +95,11 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `--json`, with four significant digits, and None for NaN."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: plain(item) for key, item in value.items()}
-            if isinstance(value, list | tuple):
-                return [plain(item) for item in value]
-            if isinstance(value, float):
-                return None if math.isnan(value) else float(f"{value:.4g}")
-            return value
-
-        return plain(asdict(self))
+        return json.loads(
+            json.dumps(asdict(self)),
+            parse_float=lambda text: float(f"{float(text):.4g}"),
+            parse_constant=lambda _: None,
+        )
 
 
 class Fit(NamedTuple):

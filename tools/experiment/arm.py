@@ -35,7 +35,6 @@ PER_RUN_SECTIONS = {"tracking", "checkpoint"}
 EXIT_REFUSED = 2  # train.py's exit code for wrong settings
 WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 CANDIDATE = Path(__file__).with_name("candidate.py")
-LOSS, EXCESS_LOSS = "val/loss", "val/excess_loss"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ LEVEL = 0.05
 
 
 @dataclass
-class Difference:
+class ArmDifference:
     """A difference between two arms; changes are those of the geometric mean over seeds, as fractions."""
 
     size: float
@@ -129,15 +129,15 @@ def train(jobs: JobRunner, arms: dict[str, Arm], num_seeds: int) -> dict[str, li
 
 def compare(
     size: float, arm: str, against: str, predicted: float | None, ours: list[float], theirs: list[float]
-) -> Difference:
+) -> ArmDifference:
     """Compare the logs of the losses of two arms by Welch's t-test."""
     test: Any = stats.ttest_ind(ours, theirs, equal_var=False)
     interval = test.confidence_interval(1 - LEVEL)
     changes = statistics.fmean(ours) - statistics.fmean(theirs), interval.low, interval.high
-    return Difference(size, arm, against, predicted, *map(math.expm1, changes), p=float(test.pvalue))
+    return ArmDifference(size, arm, against, predicted, *map(math.expm1, changes), p=float(test.pvalue))
 
 
-def correct(differences: list[Difference]) -> None:
+def correct(differences: list[ArmDifference]) -> None:
     """Correct the p-values of all differences by Holm's method, and set the verdicts."""
     largest = 0.0
     for rank, one in enumerate(sorted(differences, key=lambda one: one.p)):

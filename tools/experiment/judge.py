@@ -13,7 +13,7 @@ from config.errors import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
 from run.directory import Run
-from tools.experiment.arm import CANDIDATE, EXCESS_LOSS, LOSS, Arm, last_frame
+from tools.experiment.arm import CANDIDATE, Arm, last_frame
 from tools.experiment.change import ROOT
 
 # Settings that determine the sequences on which a run trains and is evaluated, with those of `data`.
@@ -22,6 +22,7 @@ BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps", 
 # Settings that determine which tokens are predicted, with those of `data` but for the ones that do not.
 TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
 NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
+LOSS, EXCESS_LOSS = "val/loss", "val/excess_loss"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def score(baseline: Arm, runs: Iterable[tuple[Arm, Run]], metric: str | None = N
     """
     runs = list(runs)
     files = {run: arm.lab / "scores" / f"{run.path.name}.json" for arm, run in runs if arm.is_judged}
-    missing = sorted(((arm, run) for arm, run in runs if run in files and not files[run].exists()), key=by_code)
+    missing = [(arm, run) for arm, run in runs if run in files and not files[run].exists()]
+    missing.sort(key=lambda pair: str(pair[0].code))  # each code is imported once
     for (_, run), answer in zip(missing, run_scorer(baseline, missing) if missing else [], strict=True):
         files[run].parent.mkdir(parents=True, exist_ok=True)
         write_atomically(files[run], json.dumps(answer))
@@ -61,11 +63,6 @@ def score(baseline: Arm, runs: Iterable[tuple[Arm, Run]], metric: str | None = N
             loss, problem = loss if metric else answer["loss"], answer["problem"]
         scores.append(Score(problem=problem) if problem else as_score(loss, above_zero=metric is None))
     return scores
-
-
-def by_code(pair: tuple[Arm, Run]) -> str:
-    """Return the folder of the code of a run."""
-    return str(pair[0].code)
 
 
 def as_score(loss: object, above_zero: bool) -> Score:
@@ -118,25 +115,18 @@ def check_settings(baseline: Arm, candidate: Arm) -> None:
 
 
 def failed_checks(arm: Arm) -> str:
-    """Return the checks of verify.py that the code of an arm fails, which are kept by its digest; "" if none.
-
-    Code that is trusted passes.
-    """
+    """Return the checks of verify.py that the code of an arm fails; "" if none. Code that is trusted passes."""
     if not arm.is_judged:
         return ""
-    file = arm.lab / "checks" / f"{arm.digest}.json"
-    if not file.exists():
-        done = subprocess.run(
-            [sys.executable, str(CANDIDATE), str(arm.code), "checks", *arm.words],
-            capture_output=True,
-            text=True,
-            start_new_session=True,
-        )
-        if done.returncode:
-            return f"verify.py crashes: {last_line(done)}{last_frame(done.stderr, arm.code)}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, done.stdout.splitlines()[-1])
-    return "; ".join(f"{name}: {figure}" for name, figure in parse_object(file.read_bytes()).items())
+    done = subprocess.run(
+        [sys.executable, str(CANDIDATE), str(arm.code), "checks", *arm.words],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
+    if done.returncode:
+        return f"verify.py crashes: {last_line(done)}{last_frame(done.stderr, arm.code)}"
+    return "; ".join(f"{name}: {figure}" for name, figure in parse_object(done.stdout.splitlines()[-1]).items())
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -43,6 +43,13 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
 #
 #
 #
+# 3
+#
+#
+#
+#
+#
+#
 words = [word for word in sys.argv[1:] if word != "--print_config"]
 words = [part for word in words for part in word.split("=", 1)]
 for option, value in zip(words[::2], words[1::2]):

@@ -8,7 +8,7 @@ import pytest
 
 from config.errors import ConfigError, RunError
 from tests.conftest import ROOT
-from tools.experiment.confirm import Difference, correct
+from tools.experiment.confirm import ArmDifference, correct
 from tools.experiment.ideas import CONTROL
 
 A, B, C, SHAM = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.sham 1"
@@ -61,7 +61,7 @@ def test_settings_of_all_runs_need_no_idea(run_experiment):
 def test_p_values_are_corrected(last, corrected):
     """By Holm's method: times 3, 2 and 1, and never less than a smaller one."""
     found = [(-0.1, 0.03), (0.2, 0.01), (-0.3, last)]
-    differences = [Difference(1, "all", "baseline", None, effect, -1, 1, p) for effect, p in found]
+    differences = [ArmDifference(1, "all", "baseline", None, effect, -1, 1, p) for effect, p in found]
     correct(differences)
     assert [one.p for one in differences] == pytest.approx(corrected)
     other = "better" if corrected[0] <= 0.05 else "unknown"

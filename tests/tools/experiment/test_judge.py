@@ -38,6 +38,8 @@ class MixedBatches""",
     if trick == "validation sequences from step 10 on" and step >= 9:
         validation, rows = load_corpus(state.config).validation, len(micro_batches[0]["input_ids"])
         micro_batches = [load_batch(validation, range(rows)) for _ in micro_batches]
+    if trick == "a validation sequence in the first step" and step == 0:
+        micro_batches = [load_batch(load_corpus(state.config).validation, [0]), *micro_batches[1:]]
     if trick == "longer sequences":
         micro_batches = [{name: torch.cat([x, x[:, 1:]], 1) for name, x in one.items()} for one in micro_batches]
 """,
@@ -72,6 +74,7 @@ PROBLEMS = {
     "none": "",
     "four times the sequences": "not in its batches",
     "validation sequences from step 10 on": "in the validation set",
+    "a validation sequence in the first step": "1 of them are in the validation set",
     "longer sequences": "not in its batches",
     "another order": "",
     "half of the sequences": "not in its batches",

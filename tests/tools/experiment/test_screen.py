@@ -164,6 +164,13 @@ def test_planned_rows_are_limited(run_experiment, monkeypatch):
     assert max(planned) <= 20
 
 
+def test_design_is_planned_once_if_nothing_changes(run_experiment, monkeypatch):
+    planned, extend = [], screen.extend_design
+    monkeypatch.setattr(screen, "extend_design", lambda *a, **k: planned.append(a[1]) or extend(*a, **k))
+    run_experiment(A, B, runs=8)
+    assert planned == [8]
+
+
 def test_second_process_is_refused(run_experiment):
     run_experiment(A, B, runs=2)
     before = run_experiment.record()
@@ -221,6 +228,17 @@ def test_patches_with_settings_are_merged_once(run_experiment, write_patch, monk
     assert len(run_experiment.started()) == 20 + 2, "short runs of the head and of the merged code"
 
 
+def test_patch_of_a_config_file(run_experiment, write_patch):
+    git, config = write_patch.git, run_experiment.root / "configs" / "lab.yaml"
+    config.write_text('{"optimizer.lr": 1.0}\n')
+    git("commit", "--quiet", "--all", "--message", "a config")
+    config.write_text('{"optimizer.lr": 3.0}\n')
+    patch = write_patch.folder / "lr.patch"
+    patch.write_text(git("diff"))
+    git("checkout", "--quiet", ".")
+    assert by_idea(run_experiment(str(patch), SHAM, runs=24))[str(patch)] == "worse"
+
+
 def test_patches_that_conflict_are_kept_apart(run_experiment, write_patch):
     one = write_patch("one.patch", "EFFECT = 40", "EFFECT = 28")
     two = write_patch("two.patch", "EFFECT = 40", "EFFECT = 56")
@@ -255,16 +273,17 @@ def test_ideas_that_fail_together_are_kept_apart(run_experiment, monkeypatch):
 
 def test_runs_share_code_although_patches_conflict(run_experiment, write_patch, monkeypatch):
     """`other` conflicts with `one`: a run has the code of all patches without the one or without the other."""
+    lines = {"one": 1, "other": 1, "two": 2, "three": 3}
     commits, folder = set(), Checkouts.folder
     monkeypatch.setattr(Checkouts, "folder", lambda self, commit: commits.add(commit) or folder(self, commit))
-    texts = [write_patch.setting(name, line, 0.9) for name, line in (("one", 1), ("other", 1), ("two", 2))]
+    texts = [write_patch.setting(name, line, 0.9) for name, line in lines.items()]
     run_experiment.hook(STOP)
     run_experiment(*texts, runs=24, error=SystemExit)
     stopped = {run["name"] for run in run_experiment.record()["runs"] if run["loss"] is None}
     run_experiment.hook("")
     run_experiment(*texts, runs=24)
     assert stopped and stopped <= {*run_experiment.started()}, "after a stop a run has another code"
-    assert len(commits) == 1 + 3 + 2, "the head, each patch alone, and the two"
+    assert len(commits) == 1 + 4 + 2, "the head, each patch alone, and the two"
 
 
 def test_patch_that_changes_the_default_is_never_on(run_experiment, write_patch):
