@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -33,6 +33,7 @@ from tools.scale.recipe import LR_POWER
 PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
 PER_RUN_SECTIONS = {"tracking", "checkpoint"}
 EXIT_REFUSED = 2  # train.py's exit code for wrong settings
+ERROR = "train.py: error: "
 WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 CANDIDATE = Path(__file__).with_name("candidate.py")
 
@@ -65,18 +66,12 @@ class Recipe:
         ideas = [*ideas]
         code = self.checkouts.folder(commit or change.merge(self.commit, ideas))
         words = self.copy_config_files([*self.words, *(word for idea in ideas for word in idea.settings)], code)
-        done = subprocess.run(
-            [sys.executable, str(code / "train.py"), *words, "--print_config"],
-            capture_output=True,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for tools.experiment to handle
-        )
+        done = run_program([sys.executable, str(code / "train.py"), *words, "--print_config"])
+        if done.returncode == EXIT_REFUSED:
+            message = done.stderr.strip().removeprefix(ERROR)
+            raise ConfigError(re.sub(rf"{re.escape(str(self.lab / 'configs'))}/[0-9a-f]+/", "", message))
         if done.returncode:
-            message = done.stderr.strip().removeprefix("train.py: error: ") or f"exit code {done.returncode}"
-            message = re.sub(rf"{re.escape(str(self.lab / 'configs'))}/[0-9a-f]+/", "", message)
-            if done.returncode == EXIT_REFUSED:
-                raise ConfigError(message)
-            raise RunError(f"does not start: {message.splitlines()[-1]}{last_frame(message, code)}")
+            raise RunError(f"does not start: {last_error(done, code)}")
         settings = flat_settings(yaml.safe_load(done.stdout))
         if settings["name"] is None:  # as train.py derives it, from the last config file
             last = max(index for index, word in enumerate(words) if word.startswith("--config"))
@@ -160,12 +155,19 @@ class Arm:
         return Job(run, self.settings["steps"], command, keep_checkpoints=self.is_judged)
 
 
-def last_frame(text: str, code: Path) -> str:
-    """Return the innermost frame of a traceback in the folder `code`, as " (model/gpt.py:12)"; "" if there is none."""
-    frames = re.findall(r'File "(.+?)", line (\d+)', text)
+def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program on one thread, in a session of its own, because Ctrl-C is for tools.experiment to handle."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, start_new_session=True, **options)
+
+
+def last_error(done: subprocess.CompletedProcess[str], code: Path) -> str:
+    """Return the last line that a failed program printed, and its innermost frame in `code`, as (model/gpt.py:12)."""
+    line = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}").removeprefix(ERROR)
+    frames = re.findall(r'File "(.+?)", line (\d+)', done.stderr)
     own = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
     own = [(file.relative_to(code), line) for file, line in own if "site-packages" not in file.parts]
-    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+    return f"{line} ({own[-1][0]}:{own[-1][1]})" if own else line
 
 
 def is_shared(name: str) -> bool:

@@ -109,16 +109,13 @@ class Comparison:
             if first[0] == first[1] is not None:
                 return Result(verdict="identical", message="both arms train the same weights, bit for bit")
             runs = [[pair[index].run for pair in pairs[:n]] for index in (0, 1)]
-            scores = [
-                judge.score(self.baseline, [(arm, run) for run in own], self.config.metric)
-                for arm, own in zip((baseline, candidate), runs, strict=True)
-            ]
-            problems = [next((score.problem for score in own if score.problem), "") for own in scores]
-            if problems[0]:
-                raise ConfigError(f"metric: the baseline cannot be compared: {problems[0]}")
-            if problems[1]:
-                return Result(verdict="failed", message=problems[1])
-            result = self.analyse([[score.loss for score in own] for own in scores])
+            ours, problem = judge.arm_losses(self.baseline, baseline, runs[0], self.config.metric)
+            if problem:
+                raise ConfigError(f"metric: the baseline cannot be compared: {problem}")
+            theirs, problem = judge.arm_losses(self.baseline, candidate, runs[1], self.config.metric)
+            if problem:
+                return Result(verdict="failed", message=problem)
+            result = self.analyse([ours, theirs])
             costs = [cost(own[0]) for own in runs]
             result.cost = {name: [one[name] for one in costs] for name in costs[0]}
             if result.verdict != "unknown":
@@ -173,8 +170,9 @@ class Comparison:
             jobs = [arm.job(seed) for seed in range(BUDGET_SEEDS)]
             if not self.jobs.train(jobs, until_failure=False):
                 return None
-            runs = [(arm, job.run) for job in jobs if job.is_finished()]
-            points += [(factor, score.loss) for score in judge.score(self.baseline, runs, self.config.metric)]
+            runs = [job.run for job in jobs if job.is_finished()]
+            losses, _ = judge.arm_losses(self.baseline, arm, runs, self.config.metric)
+            points += [(factor, loss) for loss in losses]
         return estimate_compute_multiplier(points, *result.losses)
 
     def tune(self, arm: Arm) -> Arm | None:
@@ -199,10 +197,9 @@ class Comparison:
         # A value with which a run fails, such as a learning rate at which it diverges, cannot be the best.
         losses = []
         for one, own in zip(arms, jobs.values(), strict=True):
-            runs = [(one, job.run) for job in own if job.is_finished()]
-            scores = judge.score(self.baseline, runs, self.config.metric)
-            is_good = len(runs) == len(own) and not any(score.problem for score in scores)
-            losses.append(statistics.fmean(score.loss for score in scores) if is_good else math.inf)
+            runs = [job.run for job in own if job.is_finished()]
+            found, problem = judge.arm_losses(self.baseline, one, runs, self.config.metric)
+            losses.append(math.inf if problem or len(runs) < len(own) else statistics.fmean(found))
         if min(losses) == math.inf:
             raise ConfigError(f"tune: training fails with all of {len(values)} values of {setting} around {value:g}")
         best = arms[losses.index(min(losses))]

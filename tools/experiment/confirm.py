@@ -120,10 +120,10 @@ def train(jobs: JobRunner, arms: dict[str, Arm], num_seeds: int) -> dict[str, li
     jobs.train([arm.job(seed) for seed in seeds for arm in arms.values()])
     losses = {}
     for name, arm in arms.items():
-        scores = judge.score(arms["baseline"], [(arm, arm.job(seed).run) for seed in seeds])
-        if problem := next((score.problem for score in scores if score.problem), ""):
+        found, problem = judge.arm_losses(arms["baseline"], arm, [arm.job(seed).run for seed in seeds])
+        if problem:
             raise RunError(f"{name}: {problem}")
-        losses[name] = [math.log(score.loss) for score in scores]
+        losses[name] = [*map(math.log, found)]
     return losses
 
 

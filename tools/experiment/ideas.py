@@ -1,9 +1,7 @@
 """The ideas of a screen, checked before they are on in a run, and the code with some of them on."""
 
 import math
-import os
 import shutil
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +12,7 @@ from pathlib import Path
 from config.errors import ConfigError, RunError
 from run.directory import Run
 from tools.experiment import judge
-from tools.experiment.arm import Arm, Recipe, scale_steps
+from tools.experiment.arm import Arm, Recipe, last_error, run_program, scale_steps
 from tools.experiment.change import Idea, idea_texts, is_patch, merge, parse_idea
 from tools.experiment.record import Record, ScreenRun
 from tools.experiment.settings import ExperimentConfig
@@ -166,10 +164,9 @@ class Ideas:
         short = scale_steps(replace(arm, is_judged=False), DIGEST_STEPS / arm.settings["steps"])
         job = short.changed({"evaluation.num_samples": 2}).job(0)
         if not job.is_finished():  # without JobRunner, which may be training others
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(job.command, env=environment, capture_output=True, text=True, start_new_session=True)
+            done = run_program(job.command)
             if done.returncode:
-                raise RunError(f"does not train: {judge.last_line(done)}")
+                raise RunError(f"does not train: {last_error(done, arm.code)}")
             shutil.rmtree(job.run.checkpoints, ignore_errors=True)
         return job.run
 

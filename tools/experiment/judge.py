@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from config.errors import ConfigError, RunError
 from data.files import write_atomically
 from data.json_objects import parse_object
 from run.directory import Run
-from tools.experiment.arm import CANDIDATE, Arm, last_frame
+from tools.experiment.arm import CANDIDATE, Arm, last_error, run_program
 from tools.experiment.change import ROOT
 
 # Settings that determine the sequences on which a run trains and is evaluated, with those of `data`.
@@ -76,6 +74,12 @@ def as_score(loss: object, above_zero: bool) -> Score:
     return Score(float(loss))
 
 
+def arm_losses(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = None) -> tuple[list[float], str]:
+    """Return the losses of finished runs of one arm, and the first problem of one; see `score`."""
+    scores = score(baseline, [(arm, run) for run in runs], metric)
+    return [one.loss for one in scores], next((one.problem for one in scores if one.problem), "")
+
+
 def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
     """Run tools/experiment/scorer.py; raise RunError if the code of an arm crashes in it."""
     requests = []
@@ -90,17 +94,10 @@ def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
         words = [*baseline.words, "--schedule.warmup_steps=0", "--schedule.decay_steps=null"]
         what = {"code": str(arm.code), "run": str(run.path), "words": words, "settings": settings}
         requests.append(what | {"hashes": hashes, "sessions": sessions})
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        input="\n".join(map(json.dumps, requests)),
-        capture_output=True,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for tools.experiment to handle
-    )
+    command = [sys.executable, "-m", "tools.experiment.scorer", str(baseline.code)]
+    done = run_program(command, cwd=ROOT, input="\n".join(map(json.dumps, requests)))
     if done.returncode:
-        raise RunError(f"its runs cannot be scored: {last_line(done)}{last_frame(done.stderr, runs[0][0].code)}")
+        raise RunError(f"its runs cannot be scored: {last_error(done, runs[0][0].code)}")
     return [parse_object(line) for line in done.stdout.splitlines()]
 
 
@@ -118,17 +115,7 @@ def failed_checks(arm: Arm) -> str:
     """Return the checks of verify.py that the code of an arm fails; "" if none. Code that is trusted passes."""
     if not arm.is_judged:
         return ""
-    done = subprocess.run(
-        [sys.executable, str(CANDIDATE), str(arm.code), "checks", *arm.words],
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
+    done = run_program([sys.executable, str(CANDIDATE), str(arm.code), "checks", *arm.words])
     if done.returncode:
-        return f"verify.py crashes: {last_line(done)}{last_frame(done.stderr, arm.code)}"
+        return f"verify.py crashes: {last_error(done, arm.code)}"
     return "; ".join(f"{name}: {figure}" for name, figure in parse_object(done.stdout.splitlines()[-1]).items())
-
-
-def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a failed program has printed."""
-    return next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
