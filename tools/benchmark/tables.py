@@ -36,7 +36,13 @@ TABLES = {  # quantities of a result, and their column headers
     "startup": SECONDS,
     "generation": SPEED,
     "bits": {"digest": "digest"} | SECONDS,
-    "cuda_graph": SPEED | {"kernel_milliseconds": "ms of kernels", "kernels": "kernels", "peak_gib": "peak, GiB"},
+    "cuda_graph": SPEED
+    | {
+        "flops_per_second": "FLOP/s",
+        "kernel_milliseconds": "ms of kernels",
+        "kernels": "kernels",
+        "peak_gib": "peak, GiB",
+    },
     "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
     "small_to_loss": SECONDS | {"val/loss": f"{LOSS}character"},
     "tests": {"summary": "summary"},
