@@ -62,7 +62,7 @@ CONTEXT = 1000  # characters on each side of a cut, encoded to test it
 BATCH = 64  # rows that a process encodes and writes at once
 BLOCK = 2**25  # minimum characters of the text that is encoded and cached at once
 FILE = 2**27  # bytes of tokens in a file of the corpus, about
-TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of a txt file, from the start
+TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of long ones, from the start
 
 Text = tuple[str, bool, str | None]
 """A piece of a document, whether it is the last one, and its split; None: the hash of the document decides."""

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from config.errors import ConfigError
 from data import chat
 
-CHUNK = 2**19  # characters of a txt file that are read at once
+CHUNK = 2**19  # characters of a document that are yielded at once
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
 
 # The longest first: the mark of UTF-16-LE is a prefix of the mark of UTF-32-LE.
@@ -162,8 +162,12 @@ class Source:
             text, is_conversation = chat.read_document(row, self.text_column)
             if is_conversation is not None:
                 self._check_kind(is_conversation)
-            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
-            yield text.encode("utf-8", "surrogatepass").decode("utf-8", self.errors), True
+            length = len(text) if is_conversation else CHUNK  # a conversation stays whole
+            for start in range(0, max(len(text), 1), max(length, 1)):
+                piece = text[start : start + length]
+                # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
+                piece = piece.encode("utf-8", "surrogatepass").decode("utf-8", self.errors)
+                yield piece, start + length >= len(text)
 
     def _read_records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:

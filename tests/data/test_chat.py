@@ -368,6 +368,7 @@ def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch,
     monkeypatch.setattr(data.prepare, "BLOCK", 1000)
     monkeypatch.setattr(data.prepare, "BATCH", 2)
     monkeypatch.setattr(data.prepare, "PIECE", 10)  # a conversation is never cut
+    monkeypatch.setattr(data.sources, "CHUNK", 10)
     source = folder / "rows.jsonl"
     settings = dict(tokenizer=str(folder / "tokenizer_chatml"), validation="hash:0.2", num_workers=workers)
     with monkeypatch.context() as patch:

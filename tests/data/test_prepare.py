@@ -185,6 +185,22 @@ def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
     assert found[:-1] == documents
 
 
+@pytest.mark.parametrize("piece", [1, 3, 100])
+def test_row_is_read_in_pieces(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(data.sources, "CHUNK", piece)
+    rows = ["", "a \U0001f600 b", "half \ud83d of a pair", "longer than all other rows"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    found = [""]
+    for text, ends in Source(str(tmp_path / "a.jsonl")):
+        assert len(text) <= piece or "\ufffd" in text
+        found[-1] += text
+        found.extend([""] * ends)
+    assert found[:-1] == [row.encode("utf-8", "surrogatepass").decode("utf-8", "replace") for row in rows]
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    assert len([*Source(str(tmp_path / "chat.jsonl"))]) == 1, "a conversation is one piece"
+
+
 def test_prepare_reads_each_txt_file_as_document(tmp_path):
     (tmp_path / "b.txt").write_text("second\n\n")
     (tmp_path / "a.txt").write_text("first")

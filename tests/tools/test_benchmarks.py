@@ -125,12 +125,14 @@ def test_programs_end_when_time_is_over(monkeypatch, tmp_path):
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     program, before = Program([sys.executable, "-c", parent]), signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, command_line.stop)
+    start = time.monotonic()
     try:
         cases = {"slow": program.run, "later": lambda: time.sleep(600)}
         figures = run_interleaved(cases, {}, rounds=1, limit_seconds=3)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert all(figures[name]["error"] == "TimeoutError: its time is over" for name in ("slow", "later"))
+    assert time.monotonic() - start < 60
     for _ in range(100):
         left = [each for each in psutil.process_iter(["cmdline"]) if child in (each.info["cmdline"] or [])]
         if all(each.status() == psutil.STATUS_ZOMBIE for each in left):

@@ -68,7 +68,6 @@ def step_of_train(config: TrainConfig, tokens: Tensor) -> Step:
 
 def bare_step(config: TrainConfig, tokens: Tensor, peer: Path | None) -> Step:
     """Build this repository's model, or nanoGPT's, and return a hand-written step."""
-    torch.manual_seed(config.seed)  # the initial weights of train.py
     if peer:
         torch.backends.cuda.matmul.allow_tf32 = True
         network, optimizer = nanogpt_model(peer, config)
