@@ -388,7 +388,7 @@ def test_quick_run_needs_no_gpu_and_writes_nothing(session, monkeypatch, tmp_pat
 
 def test_make_measures_every_case():
     def words(target):
-        command = ["make", "--dry-run", target, "GPU_PYTHON=python", "ARGS=--nanogpt path"]
+        command = ["make", "--no-print-directory", "--dry-run", target, "GPU_PYTHON=python", "ARGS=--nanogpt path"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
     session = words("test-gpu")
