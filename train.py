@@ -209,17 +209,17 @@ def train_step(
     # The number of target tokens in the global batch: labels other than -100, but never the label at position 0.
     num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
-    reduction = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
+    pending = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
     # DDP and FSDP2 average gradients over processes: multiply by their number to get the sum. A reducer already sums.
-    undo_average = 1 if state.reducer else results.num_processes
+    grad_scale = scale * (1 if state.reducer else results.num_processes)
     compute = state.graph if state.graph and use_graph else partial(forward_backward, state)
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
-            outputs.append(compute(batch, num_targets, scale * undo_average, reduction))
+            outputs.append(compute(batch, num_targets, grad_scale, pending))
         if state.reducer:
             state.reducer.add_micro_batch(len(micro_batches))
     results.send(step + 1, outputs, stop)  # its all-reduce overlaps the clipping
@@ -238,23 +238,23 @@ def train_step(
 
 
 def forward_backward(
-    state: TrainState, batch: Batch, num_targets: Tensor, scale: float, reduction: "dist.Work | None" = None
+    state: TrainState, batch: Batch, num_targets: Tensor, scale: float, pending: "dist.Work | None" = None
 ) -> tuple[Tensor, MetricSums]:
     """Add the gradients of a micro-batch, times `scale`, to `.grad`.
 
     Args:
         state: the model, and how Accelerate runs the backward.
         batch: the micro-batch.
-        num_targets: the number of target tokens in the global batch, 0-dim, once `reduction` is complete.
+        num_targets: the number of target tokens in the global batch, 0-dim, once `pending` is complete.
         scale: factor of the gradients.
-        reduction: the sum of `num_targets` over the processes.
+        pending: the all-reduce of `num_targets` over the processes.
 
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
     """
     _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
-    if reduction:
-        reduction.wait()  # with NCCL only the CUDA stream waits, not the host
+    if pending:
+        pending.wait()  # with NCCL only the CUDA stream waits, not the host
     loss = loss_sum / num_targets
     backward(loss * scale, state.model, state.accelerator)
     return loss.detach(), metrics

@@ -38,15 +38,15 @@ class GraphedMicroBatch:
         self.outputs: tuple[Tensor, MetricSums]
 
     def __call__(
-        self, batch: Batch, num_targets: Tensor, scale: float, reduction: "dist.Work | None" = None
+        self, batch: Batch, num_targets: Tensor, scale: float, pending: "dist.Work | None" = None
     ) -> tuple[Tensor, MetricSums]:
         """Add the gradients of a micro-batch to `.grad`; return its loss divided by `num_targets`, and its metrics.
 
         Raises:
             RunError: the forward or the backward cannot be captured, for example because it reads a value on the host.
         """
-        if reduction:
-            reduction.wait()
+        if pending:
+            pending.wait()
         captured_for = scale, [(name, tensor.shape) for name, tensor in batch.items()]
         if captured_for != self.captured_for:
             self.capture(batch, num_targets, scale)
