@@ -58,3 +58,9 @@ def test_record_repeats_bitwise_or_is_refused(tmp_path, monkeypatch, capsys):
     assert record.main(["tiny"]) == 0 and "the same bits" in capsys.readouterr().out
     records.write_text(records.read_text().replace(entry["digest"], "0123456789abcdef"))
     assert record.main(["tiny"]) == 1 and "the record has 0123456789abcdef" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_published_record_has_the_bits_of_this_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RUNS", tmp_path)
+    assert record.main(["stories_fast"]) == 0
