@@ -16,7 +16,7 @@ from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.support.forked import server
 from training import optimizer as optimizer_module
-from training.optimizer import POLAR_EXPRESS, build_optimizer, orthogonalize
+from training.optimizer import POLAR_EXPRESS, build_optimizer, learning_rates, orthogonalize
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
 
@@ -168,6 +168,13 @@ def test_muon_on_sharded_matrices_equals_whole(tmp_path, limit, num_gathers):
     for process in processes:
         process.join(200)
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_log_has_the_rates_of_groups_that_differ():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.1, 0.01, 0.2)]
+    groups[2]["name"] = "embedding"
+    rates = learning_rates(torch.optim.SGD(groups))
+    assert rates == {"train/lr": 0.1, "train/lr_embedding": 0.01, "train/lr_3": 0.2}
 
 
 @pytest.mark.slow
