@@ -1,7 +1,7 @@
 """Short exact runs of each kind, and the digests that they end with on every x86-64 processor with AVX2.
 
 `python -m tests.support.golden FOLDER` trains them all in this process and prints the content of
-tests/repo/golden.yaml. A change that alters these digests alters those of docs/track.md too: measure both records again.
+tests/repo/golden.yaml. A change that alters these digests alters those of docs/track.md too: measure both records.
 """
 
 import contextlib
