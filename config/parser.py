@@ -68,13 +68,13 @@ def parse_config(
         elif name != "print_config":
             given.read_option(name, value)
     config = given.validate()
+    named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
+    if problems := named.problems(num_processes, has_model=config.init_from is None):
+        raise ConfigError("\n".join(problems))
     if "print_config" in names:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
         raise SystemExit(0)
-    config = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
-    if problems := config.problems(num_processes, has_model=config.init_from is None):
-        raise ConfigError("\n".join(problems))
-    return config
+    return named
 
 
 def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = None) -> Any:

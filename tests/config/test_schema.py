@@ -91,6 +91,12 @@ def test_default_config_file_is_stories():
     assert (config.name, config.data.source) == ("stories", "stories")
 
 
+def test_print_config_refuses_what_a_run_would(capsys):
+    contradiction = ["--schedule.warmup_steps", "500", "--steps", "100"]
+    assert refusal(*contradiction, "--print_config") == refusal(*contradiction)
+    assert not capsys.readouterr().out
+
+
 def test_print_config_is_a_config(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         parse_config([*RANDOM_TOKENS, "--steps", "9", "--print_config"])

@@ -64,7 +64,8 @@ class IdeaEffect(Effect):
     failed: int
     """Number of failed runs with the idea on; unless it is failed itself, without runs that have a failed idea on."""
     equal_compute: Effect | None
-    """The effect if the runs without the idea had the compute of those with it."""
+    """The effect if the runs without the idea had the compute of those with it; None if it is unknown what compute is
+    worth."""
     seconds: float = math.nan
     """Seconds a step with the idea on, divided by those with it off."""
     parameters: float = math.nan
@@ -116,7 +117,7 @@ def analyze(
     log_losses: np.ndarray,
     costs: Mapping[str, np.ndarray] | None = None,
     compute: np.ndarray | None = None,
-    compute_slope: float = -1.2,
+    control: tuple[int, float] | None = None,
 ) -> Analysis:
     """Analyze the runs of a screen so far.
 
@@ -126,16 +127,18 @@ def analyze(
         log_losses: Log of the excess loss, or of the loss, of each run; NaN or infinite for runs that failed.
         costs: `seconds` a step, `parameters` and `flops` a token of each run, positive; NaN for failed runs.
         compute: What is to be equal in `equal_compute`: seconds or FLOPs of each run.
-        compute_slope: Change of the log loss by that of the log compute. The default is the excess loss of
-            configs/lab.yaml by its steps, from the compute multipliers in docs/experiments.md.
+        control: The index of an idea that only changes the compute, and the factor by which it does. Since it has an
+            effect by design, it is not among those of which 5% may be false.
     """
     on, log_losses = np.asarray(on, bool), np.asarray(log_losses, float)
     finished = np.isfinite(log_losses)
-    effects = to_effects(least_squares(on, log_losses))
+    fit, index = least_squares(on, log_losses), None if control is None else control[0]
+    effects = to_effects(fit, index)
     num_failed, is_failed = attribute_failures(on, ~finished)
     at_equal_compute: list[Effect | None] = [None] * len(ideas)
-    if compute is not None:
-        at_equal_compute = [*to_effects(least_squares(on, log_losses - compute_slope * np.log(compute)))]
+    if control and compute is not None and np.abs(fit.estimate[index]) > fit.half_width[index]:
+        slope = fit.estimate[index] / math.log(control[1])  # change of the log loss by that of the log compute
+        at_equal_compute = [*to_effects(least_squares(on, log_losses - slope * np.log(compute)), index)]
     ratios: dict[str, Any] = {
         name: np.exp(least_squares(on, np.log(values)).estimate).tolist() for name, values in (costs or {}).items()
     }
@@ -184,12 +187,14 @@ def least_squares(on: np.ndarray, values: np.ndarray) -> Fit:
     return Fit(estimate, np.max(half_widths, 0), np.max(p_values, 0))
 
 
-def to_effects(fit: Fit) -> list[Effect]:
-    """Return the effects of changes of the log, with q-values and verdicts over all of them."""
+def to_effects(fit: Fit, control: int | None = None) -> list[Effect]:
+    """Return the effects of changes of the log, with q-values and verdicts over all of them but the control."""
     estimate, half_width, p = fit
     if not len(p):
         return []
-    q = stats.false_discovery_control(np.nan_to_num(LOOKS * p, nan=1).clip(max=1))
+    q = np.nan_to_num(LOOKS * p, nan=1).clip(max=1)
+    is_tested = np.arange(len(p)) != (-1 if control is None else control)
+    q[is_tested] = stats.false_discovery_control(q[is_tested])
     low, middle, high = np.expm1((estimate + np.outer([-1, 0, 1], half_width)).clip(max=MAX_LOG))
     verdicts = np.where(q > ALPHA, "unknown", np.where(estimate < 0, "better", "worse"))
     columns = (column.tolist() for column in (middle, low, high, p, np.where(np.isnan(p), p, q), verdicts))

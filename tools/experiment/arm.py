@@ -83,12 +83,14 @@ class Recipe:
     def copy_config_files(self, words: list[str], code: Path) -> list[str]:
         """Return the words with the paths of copies of the config files, so that edits reach no run.
 
-        Of files in this repository, the versions of the code are copied.
+        If the code has the file too, its version is copied.
         """
 
         def copy(name: str) -> str:
             file = Path(os.path.abspath(expand_user_path("config", name)))
             if file.is_relative_to(change.ROOT) and (own := code / file.relative_to(change.ROOT)).is_file():
+                if own.read_bytes() != file.read_bytes() and code == self.checkouts.folder(self.commit):
+                    print(f"{file}: its uncommitted changes are not in the baseline", file=sys.stderr)
                 file = own
             if file not in self.config_files and file.is_file():
                 content = file.read_bytes()  # train.py derives the name of a run from that of the file

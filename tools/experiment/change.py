@@ -85,9 +85,10 @@ def idea_texts(arguments: Iterable[str]) -> list[str]:
     """Return the text of each idea; a folder stands for the patches in it, a text file for an idea in each line."""
     texts = []
     for argument in arguments:
-        path = expand_user_path("idea", argument) if argument != "." else Path()
-        if argument.strip() not in ("", ".") and path.is_dir():
-            texts += [str(file) for file in sorted(path.iterdir()) if is_patch(file)]
+        is_path = not argument.startswith("--") and argument.strip() not in ("", ".")
+        path = expand_user_path("idea", argument) if is_path else Path()
+        if is_path and path.is_dir():
+            texts += [shlex.quote(str(file)) for file in sorted(path.iterdir()) if is_patch(file)]
         elif path.suffix == ".txt" and path.is_file():
             lines = [line.strip() for line in path.read_text().splitlines()]
             texts += [line for line in lines if line and not line.startswith("#")]
@@ -105,13 +106,10 @@ def parse_idea(text: str) -> Idea:
             diff of a patch gives settings, too.
 
     Raises:
-        ConfigError: the text is none of these, changes nothing, changes what the losses mean, or sets what is not of
-            the training.
+        ConfigError: the text is none of these, changes nothing, changes what the losses mean, or has an option that
+            is no setting of the training.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
+    words = split_words(text)
     if not any(words):
         raise ConfigError("idea: '' is empty; give settings, a git branch, a patch file, or . for the working tree")
     if words[0].startswith("--"):
@@ -126,12 +124,12 @@ def parse_idea(text: str) -> Idea:
     if is_patch(path := expand_user_path("idea", code)):
         header = path.read_text(errors="replace").partition("diff --git ")[0]
         own = next((line for line in header.splitlines() if line.startswith(SETTINGS_LINE)), SETTINGS_LINE)
-        settings = [*shlex.split(own.removeprefix(SETTINGS_LINE)), *settings]
+        settings = [*split_words(own.removeprefix(SETTINGS_LINE)), *settings]
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if code == "." else f"{code!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
     # As a patch that git can apply, whatever `git diff` is configured to print.
-    diff = git("diff-tree", "-p", "--binary", "--find-renames", base, commit) + "\n"
+    diff = git("diff-tree", "-p", "--binary", "--full-index", "--find-renames", base, commit) + "\n"
     idea = Idea(text, check_options(settings), base, diff)
     if idea.data_files:
         raise ConfigError(
@@ -141,8 +139,16 @@ def parse_idea(text: str) -> Idea:
     return idea
 
 
+def split_words(text: str) -> list[str]:
+    """Split a text like a shell; raise ConfigError if a quotation mark is missing."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"idea: {text!r} cannot be parsed: {error}") from None
+
+
 def check_options(words: list[str]) -> list[str]:
-    """Return the settings of an idea; raise ConfigError if one is set for each run, or is not of the training."""
+    """Return the settings of an idea; raise ConfigError if one is set for each run, or prints something."""
     for word in words:
         if word.partition("=")[0] in (*PER_RUN_OPTIONS, *PRINTING_OPTIONS):
             raise ConfigError(f"idea: {word} is set for each run, or prints something; leave it out")

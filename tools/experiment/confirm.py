@@ -59,6 +59,8 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     """Train the arms, save the table and return it as lines."""
     screen = recipe.arm().name
     file = recipe.lab / "screens" / screen / "screen.json"
+    if not (file.exists() or config.ideas):
+        raise ConfigError(f"lab: {recipe.lab} has no screen of these settings; give those of the screen, or name ideas")
     effects, ideas = read_effects(file, recipe.lab) if file.exists() else ({}, [])
     if config.ideas:
         ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()]
@@ -70,15 +72,9 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     if config.data_seed is not None:
         recipe = replace(recipe, words=[*recipe.words, f"--data.seed={config.data_seed}"])
 
-    arms = {"baseline": recipe.arm(), "all": recipe.arm(ideas)}
+    on, pairs = plan_arms(ideas)
+    arms = {name: recipe.arm(own) for name, own in on.items()}
     judge.check_settings(arms["baseline"], arms["all"])
-    pairs = [("all", "baseline", ideas)]
-    if len(ideas) > 1:
-        arms |= {idea.text: recipe.arm([idea]) for idea in ideas}
-        pairs += [(idea.text, "baseline", [idea]) for idea in ideas]
-    if len(ideas) > 2:
-        arms |= {f"all without {idea.text}": recipe.arm(one for one in ideas if one != idea) for idea in ideas}
-        pairs += [("all", f"all without {idea.text}", [idea]) for idea in ideas]
     differences = []
     for size in config.factors:
         losses = train(jobs, {name: scale_parameters(arm, size) for name, arm in arms.items()}, config.seeds)
@@ -94,10 +90,24 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     return [json.dumps(result)] if config.print_json else confirmation_lines(result)
 
 
+def plan_arms(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str, list[Idea]]]]:
+    """Return the ideas of each arm, and the pairs of arms that are compared, with the ideas in which they differ."""
+    arms, pairs = {"baseline": [], "all": ideas}, [("all", "baseline", ideas)]
+    if len(ideas) > 1:
+        arms |= {idea.text: [idea] for idea in ideas}
+        pairs += [(idea.text, "baseline", [idea]) for idea in ideas]
+        for idea in ideas:
+            others = [one for one in ideas if one != idea]
+            name = f"all without {idea.text}" if len(others) > 1 else others[0].text
+            arms[name] = others
+            pairs.append(("all", name, [idea]))
+    return arms, pairs
+
+
 def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
     """Return the effects of a screen by the key of the idea, and the ideas that are better, the best first.
 
-    Of ideas that cannot be on together, the best is accepted.
+    An idea is left out if it cannot be on together with a better one.
     """
     record = Record.read(file)
     found = dict(zip(record.ideas, analyze(record, lab).ideas, strict=True))

@@ -12,7 +12,7 @@ from tools.experiment.arm import Recipe
 from tools.experiment.change import Checkouts, head_commit, idea_texts, parse_idea
 from tools.experiment.comparison import Comparison
 from tools.experiment.screen import Screen
-from tools.experiment.settings import ExperimentConfig, IdeasConfig
+from tools.experiment.settings import ONE_IDEA_ONLY, SCREEN_ONLY, ExperimentConfig, IdeasConfig
 from tools.jobs.launch import Launch
 from tools.jobs.runner import EXIT_STOPPED, JobRunner
 
@@ -49,7 +49,10 @@ def run_experiment(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) ->
     """Run an experiment and return its result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
-    if len(config.ideas) == 1 and idea_texts(config.ideas) == config.ideas:  # no folder or text file
+    is_screen = len(config.ideas) > 1 or idea_texts(config.ideas) != config.ideas  # a folder or a text file
+    if unused := config.model_fields_set & (ONE_IDEA_ONLY if is_screen else SCREEN_ONLY):
+        raise ConfigError(f"{min(unused)}: is for {'one idea' if is_screen else 'several ideas'}; leave it out")
+    if not is_screen:
         idea = parse_idea(config.ideas[0])
         comparison = Comparison(config, idea, recipe, jobs)
         result, lines = comparison.run(), report.comparison_lines

@@ -13,7 +13,7 @@ from config.errors import ConfigError, RunError
 from run.directory import Run
 from tools.experiment import judge
 from tools.experiment.arm import Arm, Recipe, last_error, run_program, scale_steps
-from tools.experiment.change import Idea, idea_texts, is_patch, merge, parse_idea
+from tools.experiment.change import Idea, idea_texts, is_patch, merge, parse_idea, split_words
 from tools.experiment.record import Record, ScreenRun
 from tools.experiment.settings import ExperimentConfig
 
@@ -22,6 +22,7 @@ CONTROL_STEPS = 0.8
 CONTROL = f"control: {100 - 100 * CONTROL_STEPS:.0f}% fewer steps"
 DIGEST_STEPS = 12  # after which merged patches with all ideas off must have the digest of the code without them
 OTHER_DEFAULT = "with its settings off, its code trains other weights; new settings must change nothing by default"
+OTHER_MERGED = "merged with the patches of other ideas, its code trains other weights with all of their settings off"
 
 
 class Ideas:
@@ -45,7 +46,8 @@ class Ideas:
     def find(self) -> bool:
         """Read the ideas, of which folders may have new ones; return whether those for new runs have changed.
 
-        The first time, a wrong idea raises ConfigError; later it is reported and ignored.
+        A wrong argument of the command raises ConfigError the first time; later, and in a folder or a text file, a
+        wrong idea is reported and ignored.
         """
         is_first, keys = not self.wanted, []
         for text in idea_texts(self.config.ideas):
@@ -55,7 +57,7 @@ class Ideas:
                 try:
                     self.keys[version] = self.add(parse_idea(text))
                 except ConfigError as error:
-                    if is_first:
+                    if is_first and text in self.config.ideas:
                         raise
                     print(f"ignored: {error}", file=sys.stderr)
             keys.append(self.keys[version])
@@ -67,8 +69,11 @@ class Ideas:
         return True
 
     def add(self, idea: Idea) -> str:
-        """Check an idea, unless that was done before, and find the others that cannot be on with it; return its key."""
-        if idea.key in self.record.ideas:
+        """Check an idea and find the others that cannot be on with it; return its key.
+
+        Those of earlier commands passed, or are checked again: a limit may be another now.
+        """
+        if (known := self.record.ideas.get(idea.key)) and not known.failure:
             return idea.key
         failure = ""
         try:
@@ -80,7 +85,7 @@ class Ideas:
         except RunError as error:
             failure = str(error)
         for key, other in self.record.ideas.items():
-            if idea.setting_names & other.setting_names or self.conflict(other, idea):
+            if not known and (idea.setting_names & other.setting_names or self.conflict(other, idea)):
                 self.record.exclusive.append([key, idea.key])
         self.record.ideas[idea.key] = idea
         if failure:
@@ -127,9 +132,10 @@ class Ideas:
             keys, commit = self.merge_with(first, switched)
             if self.short_digest(commit) != self.head_digest:
                 commits = {key: merge(self.recipe.commit, [self.record.ideas[key]]) for key in keys}
-                wrong = [key for key in keys if self.short_digest(commits[key]) != self.head_digest] or keys[-1:]
-                for key in wrong:
-                    self.block(key, OTHER_DEFAULT)
+                wrong = [key for key in keys if self.short_digest(commits[key]) != self.head_digest]
+                for key in wrong or keys[-1:]:
+                    self.block(key, OTHER_DEFAULT if wrong else OTHER_MERGED)
+                wrong = wrong or keys[-1:]
                 return self.merge_patches([key for key in wanted if key not in wrong])
             self.codes.append((keys, commit))
         return wanted
@@ -202,8 +208,10 @@ class Ideas:
 
 def file_time(text: str) -> int:
     """Return when the patch that an idea names was last changed, in nanoseconds; 0 if it names none."""
-    file = Path(text).expanduser()
-    return file.stat().st_mtime_ns if is_patch(file) else 0
+    with suppress(ConfigError):
+        file = Path(next(iter(split_words(text)), "")).expanduser()
+        return file.stat().st_mtime_ns if is_patch(file) else 0
+    return 0  # `parse_idea` refuses it
 
 
 def control(baseline: Arm) -> Idea:

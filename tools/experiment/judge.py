@@ -17,7 +17,7 @@ from tools.experiment.change import ROOT
 # Settings that determine the sequences on which a run trains and is evaluated, with those of `data`.
 BATCH_SETTINGS = {"seed", "steps", "global_batch_size", "micro_batch_size", "seq_len", "evaluation.num_samples"}
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps", "evaluation.micro_batch_size"}
-# Settings that determine which tokens are predicted, with those of `data` but for the ones that do not.
+# Settings that determine which tokens are predicted, together with those of `data`, except NOT_TARGET_SETTINGS.
 TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
 NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
 LOSS, EXCESS_LOSS = "val/loss", "val/excess_loss"
@@ -76,7 +76,10 @@ def as_score(loss: object, above_zero: bool) -> Score:
 
 def arm_losses(baseline: Arm, arm: Arm, runs: Iterable[Run], metric: str | None = None) -> tuple[list[float], str]:
     """Return the losses of finished runs of one arm, and the first problem of one; see `score`."""
-    scores = score(baseline, [(arm, run) for run in runs], metric)
+    try:
+        scores = score(baseline, [(arm, run) for run in runs], metric)
+    except RunError as error:
+        return [], str(error)
     return [one.loss for one in scores], next((one.problem for one in scores if one.problem), "")
 
 
@@ -84,12 +87,14 @@ def run_scorer(baseline: Arm, runs: list[tuple[Arm, Run]]) -> list[dict]:
     """Run tools/experiment/scorer.py; raise RunError if the code of an arm crashes in it."""
     requests = []
     for arm, run in runs:
+        # The code of the arm writes into the run. There only the seed, and values that are null until a run starts, are
+        # read.
         settings = {
-            name: value
+            name: value if name == "seed" or arm.settings[name] is None else arm.settings[name]
             for name, value in run.settings.items()
             if name in baseline.settings and (name in BATCH_SETTINGS or name.startswith("data."))
         }
-        sessions = [(session.step, session.processes or 1) for session in run.sessions()]
+        sessions = [(each.step, arm.launch.processes or each.processes or 1) for each in run.sessions()]
         hashes = sorted(map(str, (arm.lab / "hashes").glob(f"{run.path.name}.*")))
         words = [*baseline.words, "--schedule.warmup_steps=0", "--schedule.decay_steps=null"]
         what = {"code": str(arm.code), "run": str(run.path), "words": words, "settings": settings}

@@ -58,11 +58,8 @@ def analyze(record: Record, lab: Path) -> analysis.Analysis:
     columns = np.array([run_costs(run, lab) for run in runs]).reshape(len(runs), 4).T
     costs: dict[str, np.ndarray] = dict(zip(("seconds", "parameters", "flops"), columns, strict=False))
     names = [idea.text for idea in record.ideas.values()]
-    # What compute is worth in this very recipe: the control trains a known fraction of the steps.
-    changes = dict(zip(names, analysis.least_squares(on, losses).estimate.tolist(), strict=True))
-    change = changes.get(CONTROL, math.nan)
-    slope = {} if math.isnan(change) else {"compute_slope": change / math.log(CONTROL_STEPS)}
-    return analysis.analyze(names, on, losses, costs, compute=columns[3], **slope)
+    control = (names.index(CONTROL), CONTROL_STEPS) if CONTROL in names else None
+    return analysis.analyze(names, on, losses, costs, columns[3], control)
 
 
 def run_costs(one: ScreenRun, lab: Path) -> list[float]:
@@ -128,10 +125,10 @@ def screen_lines(screen: dict[str, Any]) -> list[str]:
     for one in sorted_ideas(screen):
         p, q = number(one["p"], ".2g"), number(one["q"], ".2g")
         cost = [number(one[name]) for name in ("seconds", "parameters", "flops")]
-        equal = percent(one["equal_compute"]["effect"])
+        equal = percent((one["equal_compute"] or {}).get("effect"))
         effect = [percent(one["effect"]), interval(one), p, q, one["verdict"], str(one["failed"] or "")]
         table.append([one["idea"], *effect, *cost, equal])
-    left_out = f", and {screen['left_out']} more of ideas that fail together" if screen["left_out"] else ""
+    left_out = f"; {screen['left_out']} more have ideas that fail together" if screen["left_out"] else ""
     lines = [
         f"{screen['screen']}: {screen['runs']} runs, {screen['failed']} of them failed{left_out}",
         "",
@@ -139,7 +136,8 @@ def screen_lines(screen: dict[str, Any]) -> list[str]:
         "",
         "effect: change of the geometric mean over seeds of the excess loss (the loss, if the entropy is unknown), "
         "averaged over runs with a few other ideas on",
-        "equal s: the effect if the runs without the idea trained for as many seconds as those with it",
+        "equal s: the effect if the runs without the idea trained for as many seconds as those with it; known once the "
+        "effect of the control is significant",
     ]
     lines += [f"failed: {text}" for text in screen["failures"]]
     lines += [f"cannot be on: {one['idea']}: {one['message']}" for one in screen["cannot_be_on"]]

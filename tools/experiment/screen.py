@@ -133,8 +133,11 @@ class Screen:
             try:
                 for job in self.jobs.stream(self.jobs_to_train(), progress=self.print_progress):
                     run, arm, start_time = self.started.pop(job)
-                    if job in self.jobs.failures:
-                        run.failure = self.jobs.failures[job].message or "ends with an error after its last step"
+                    failure = self.jobs.failures.get(job)
+                    if failure and failure.killed:  # no idea is to blame
+                        print(f"{job.run.path}: {failure.message}; the same command trains it again", file=sys.stderr)
+                    elif failure:
+                        run.failure = failure.message or "ends with an error after its last step"
                     elif job.is_finished():
                         if job in self.jobs.outcomes:  # it was trained now
                             self.durations.append(time.monotonic() - start_time)

@@ -12,6 +12,8 @@ from model.settings import NonNegativeInt, PositiveInt, Settings
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")
+SCREEN_ONLY = {"runs", "max_parameters", "max_flops"}
+ONE_IDEA_ONLY = {"max_seeds", "metric", "margin", "tune", "speedup", "sizes"}
 
 
 class ReportConfig(Settings):
@@ -31,7 +33,7 @@ class IdeasConfig(ReportConfig):
     """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
 
     jobs: PositiveInt | None = None
-    """Concurrent runs. null: one with launch, else one for each GPU, or for each core."""
+    """Concurrent runs. null: one with launch, else one for each GPU, or for each core, 8 at most."""
 
     launch: str | None = None
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""

@@ -264,6 +264,7 @@ class JobRunner:
 
     def _record_finished(self, job: Job) -> None:
         self.outcomes[job] = "finished"
+        self.failures.pop(job, None)  # of an earlier start
         if not job.keep_checkpoints:
             shutil.rmtree(job.run.path / "checkpoints", ignore_errors=True)
 

@@ -152,8 +152,11 @@ def run_experiment(tmp_path, monkeypatch):
         return json.loads(printed[-1]) if config.print_json else "\n".join(printed)
 
     def experiment_on(*arguments, error=None, **others):
-        others = {"jobs": 2, "speedup": False, "json": True, "margin": 0.003, **others}
-        return run(experiment.main, ExperimentConfig(arguments=[*arguments], lab=str(lab), **others), error)
+        others = {"arguments": [*arguments], "lab": str(lab), "jobs": 2, "json": True, **others}
+        ideas = ExperimentConfig(**others).ideas
+        if len(ideas) == 1 and change.idea_texts(ideas) == ideas:
+            others = {"speedup": False, "margin": 0.003, **others}
+        return run(experiment.main, ExperimentConfig(**others), error)
 
     def confirm_on(*arguments, error=None, **others):
         others = {"jobs": 2, "json": True, "seeds": 3, **others}

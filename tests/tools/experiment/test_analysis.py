@@ -178,14 +178,35 @@ def test_idea_that_always_fails_has_no_effect():
 def test_costs_and_equal_compute():
     """An idea that gains 10% for a fifth more compute gains less than the compute would; one that saves time gains."""
     rows, generator = design(8, 48), np.random.default_rng(0)
-    seconds = np.exp(rows @ np.log([1.2, 0.9, 1, 1, 1, 1, 1, 1]))
-    losses = rows @ np.log([0.9, 1, 1, 1, 1, 1, 1, 1]) + generator.normal(0, 0.03, 48)
-    screen = analyze([""] * 8, rows, losses, {"seconds": seconds, "flops": seconds**2}, seconds, -1.2)
-    slow, fast, *_ = screen.ideas
+    seconds = np.exp(rows @ np.log([1.2, 0.9, 1, 1, 1, 1, 1, 0.8]))
+    losses = rows @ np.log([0.9, 1, 1, 1, 1, 1, 1, 0.8**-1.2]) + generator.normal(0, 0.03, 48)
+    screen = analyze([""] * 8, rows, losses, {"seconds": seconds, "flops": seconds**2}, seconds, (7, 0.8))
+    slow, fast, *_, control = screen.ideas
+    assert abs(np.log1p(control.equal_compute.effect)) < 1e-9
     assert (slow.seconds, fast.seconds, slow.flops) == pytest.approx((1.2, 0.9, 1.44))
     assert slow.verdict == "better" and slow.equal_compute.verdict == "worse"
     assert fast.verdict == "unknown" and fast.equal_compute.verdict == "better"
-    assert np.log1p(slow.equal_compute.effect) == pytest.approx(np.log1p(slow.effect) + 1.2 * np.log(1.2))
+    slope = np.log1p(control.effect) / np.log(0.8)
+    assert slope == pytest.approx(-1.2, abs=0.1)
+    assert np.log1p(slow.equal_compute.effect) == pytest.approx(np.log1p(slow.effect) - slope * np.log(1.2))
+
+
+def test_worth_of_compute_is_unknown_without_an_effect_of_the_control():
+    rows, seconds = design(8, 48), np.ones(48)
+    losses = np.random.default_rng(0).normal(0, 0.3, 48)
+    screen = analyze([""] * 8, rows, losses, {"seconds": seconds}, seconds, (7, 0.8))
+    assert screen.ideas[7].low < 0 < screen.ideas[7].high
+    assert all(idea.equal_compute is None for idea in screen.ideas)
+
+
+def test_control_is_not_among_the_discoveries():
+    """Its certain effect would double the level at which the first of the others is called a discovery."""
+    rows, generator = design(8, 48), np.random.default_rng(2)
+    losses = 5 * rows[:, 7] + rows[:, 0] * 0.1 + generator.normal(0, 0.08, 48)
+    ideas = analyze([""] * 8, rows, losses, control=(7, 0.8)).ideas
+    p = np.array([idea.p for idea in ideas[:7]])
+    assert [idea.q for idea in ideas[:7]] == pytest.approx(stats.false_discovery_control(np.minimum(1, LOOKS * p)))
+    assert ideas[7].verdict == "worse" and ideas[7].q == LOOKS * ideas[7].p
 
 
 def test_interaction_of_two_accepted_ideas():

@@ -70,6 +70,20 @@ def test_code_inside_a_larger_repository_is_refused(repository, monkeypatch):
         parse_idea("other")
 
 
+def test_key_depends_on_no_setting_of_git(repository):
+    """Nor on the number of objects, from which git derives the length of short hashes."""
+    keys = set()
+    for length in ("7", "20"):
+        repository("config", "core.abbrev", length)
+        keys.add(parse_idea("other").key)
+    assert len(keys) == 1
+
+
+def test_long_settings_are_no_file_name():
+    settings = f"--data.mix {{{'x' * 300}: 1}}"
+    assert idea_texts([settings]) == [settings]
+
+
 def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
     folder = tmp_path / "ideas"
     folder.mkdir()

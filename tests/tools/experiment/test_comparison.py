@@ -259,7 +259,7 @@ def test_json_has_one_object_for_errors(error, exit_code, run_experiment, monkey
     def fail(*_):
         raise error("x")
 
-    monkeypatch.setattr(judge, "score", fail)
+    monkeypatch.setattr(judge, "arm_losses", fail)
     run_experiment(BETTER, error=error)
     assert json.loads(run_experiment.printed[-1]) == {"verdict": None, "exit_code": exit_code, "message": "x"}
 
@@ -294,3 +294,18 @@ def test_report(run_experiment, capsys):
     report.main(ReportConfig(lab=lab, json=True))
     printed = json.loads(run_experiment.printed[-1])
     assert [row["verdict"] for row in printed["results"]] == ["better", "worse"] and printed["screens"][0]["runs"] == 4
+
+
+def test_candidate_that_cannot_be_scored_is_failed(run_experiment, write_patch, monkeypatch):
+    def crash(*_):
+        raise RunError("its runs cannot be scored: IndexError")
+
+    monkeypatch.setattr(judge, "run_scorer", crash)
+    found = run_experiment(write_patch("x.patch", "EFFECT = 40", "EFFECT = 20"))
+    assert found["verdict"] == "failed" and "cannot be scored: IndexError" in found["message"]
+
+
+@pytest.mark.parametrize(("ideas", "option"), [((BETTER,), "runs"), ((BETTER, "--model.sham 1"), "max_seeds")])
+def test_options_of_the_other_mode_are_refused(ideas, option, run_experiment):
+    kind = "several ideas" if option == "runs" else "one idea"
+    assert run_experiment(*ideas, error=ConfigError, **{option: 9}) == f"{option}: is for {kind}; leave it out"

@@ -42,8 +42,9 @@ def test_accepted_ideas_are_confirmed(run_experiment):
 def test_named_ideas_at_sizes_on_other_data(run_experiment):
     found = run_experiment.confirm(A, B, "--optimizer.lr", "1.5", sizes="1,4", data_seed=3)
     assert [(row["size"], row["arm"]) for row in found["differences"]] == [
-        (1, "all"), (1, A), (1, B), (4, "all"), (4, A), (4, B)
-    ]  # fmt: skip
+        (size, arm) for size in (1, 4) for arm in ("all", A, B, "all", "all")
+    ]
+    assert [row["against"] for row in found["differences"]][:5] == ["baseline"] * 3 + [B, A], "all without A is B alone"
     assert all(row["predicted"] is None for row in found["differences"]) and found["data_seed"] == 3
     configs = [json.loads(file.read_text()) for file in (run_experiment.lab / "runs").glob("*/config.yaml")]
     assert {one["data"]["seed"] for one in configs} == {3} and {one["optimizer"]["lr"] for one in configs} >= {1.5}
@@ -54,7 +55,7 @@ def test_settings_of_all_runs_need_no_idea(run_experiment):
     """They choose the screen."""
     run_experiment(A, SHAM, "--optimizer.lr", "1.5", runs=24)
     assert run_experiment.confirm("--optimizer.lr", "1.5")["ideas"] == [A]
-    assert "the screen accepted none" in run_experiment.confirm(error=ConfigError)
+    assert "has no screen of these settings" in run_experiment.confirm(error=ConfigError)
 
 
 @pytest.mark.parametrize(("last", "corrected"), [(0.025, [0.05, 0.03, 0.05]), (0.04, [0.06, 0.03, 0.06])])
@@ -71,7 +72,7 @@ def test_p_values_are_corrected(last, corrected):
 @pytest.mark.parametrize(
     ("ideas", "message"),
     [
-        ((), "the screen accepted none; name those to confirm"),
+        ((), "has no screen of these settings; give those of the screen, or name ideas"),
         (("--data.path x",), "changes which tokens are predicted"),
         (("--model.effect_nope 1",), "is not a setting"),
         (("--model.effect_a 0.7", "--model.effect_a 0.8"), "set model.effect_a; confirm them one by one"),
@@ -105,4 +106,4 @@ def test_control_is_not_confirmed(run_experiment):
 def test_command_without_ideas_is_for_the_accepted_ones(tmp_path):
     command = [sys.executable, "-m", "tools.experiment", "confirm", "--lab", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "ideas: the screen accepted none; name those to confirm" in done.stderr
+    assert done.returncode == 2 and "has no screen of these settings" in done.stderr

@@ -4,10 +4,17 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from config.schema import TrainConfig
+from run.directory import Run
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics
+from tools.experiment import judge
+from tools.experiment.arm import Arm
+from tools.jobs.launch import Launch
 
 WORDS = [*TINY_STORIES, "--steps", "12", "--model.max_position_embeddings", "256", "--evaluation.num_samples", "40"]
 # Code that cheats as the setting model.trick says, before a line of a file.
@@ -129,3 +136,26 @@ def test_judge_computes_the_loss_itself(judged):
     assert logged["another cross-entropy"]["val/loss"] < 0.6 * (entropy + loss)
     # Half of every loss has half of every gradient, which AdamW does not notice before it is clipped.
     assert scores["another cross-entropy"]["loss"] == pytest.approx(scores["none"]["loss"], rel=0.1)
+
+
+def test_scorer_takes_settings_from_the_arm_and_not_from_its_run(monkeypatch, tmp_path):
+    """The code of a candidate writes the files of its run."""
+    settings = TrainConfig().flat() | {"evaluation.num_samples": 500}
+    arm = Arm(ROOT, "", Launch(), (), settings, tmp_path)
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    forged = TrainConfig(**{"seed": 7, "global_batch_size": 16, "evaluation": {"num_samples": 1}})
+    (run.path / "config.yaml").write_text(yaml.safe_dump(forged.model_dump(mode="json")))
+    session = {"step": 0, "mixed_precision": "no", "processes": 1000, "shards": 1, "code": "x"}
+    (run.path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
+    found = []
+
+    def answer(command, input, **_):
+        found.extend(map(json.loads, input.splitlines()))
+        return SimpleNamespace(returncode=0, stdout='{"loss": 1.0, "problem": ""}\n')
+
+    monkeypatch.setattr(judge, "run_program", answer)
+    judge.run_scorer(arm, [(arm, run)])
+    [request] = found
+    assert request["settings"]["evaluation.num_samples"] == 500 and request["sessions"] == [[0, 1]]
+    assert request["settings"]["seed"] == 7 and request["settings"]["global_batch_size"] == 16

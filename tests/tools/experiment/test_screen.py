@@ -1,10 +1,12 @@
 """A screen of several ideas: what it finds, that it resumes and grows, and what it refuses."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -211,8 +213,7 @@ def test_ideas_above_a_limit_are_never_on(run_experiment):
     [blocked] = result["cannot_be_on"]
     assert blocked["idea"] == big and "1.500 times the parameters" in blocked["message"]
     assert not any(big in run for run in run_experiment.on())
-    shutil.rmtree(run_experiment.lab / "screens")
-    assert not run_experiment(A, big, runs=2, max_parameters=1.6)["cannot_be_on"]
+    assert not run_experiment(A, big, runs=14, max_parameters=1.6)["cannot_be_on"], "it is checked again"
     shutil.rmtree(run_experiment.lab / "screens")
     assert run_experiment(A, big, runs=2, max_flops=1.2)["cannot_be_on"]
 
@@ -226,6 +227,24 @@ def test_patches_with_settings_are_merged_once(run_experiment, write_patch, monk
     assert any({one, two} <= {*run} for run in run_experiment.on())
     assert len(commits) == 4, "the head, each patch alone, and both"
     assert len(run_experiment.started()) == 20 + 2, "short runs of the head and of the merged code"
+
+
+def test_patch_in_a_folder_that_cannot_be_read_stops_nothing(run_experiment, write_patch):
+    """Nor does it stop the same command later."""
+    good = str(Path(write_patch.setting("new", 1, 0.7)).rename(write_patch.folder / "a good one.patch"))
+    (write_patch.folder / "quote.patch").write_text("Settings: --model.sham 1  # Adam's\n" + Path(good).read_text())
+    (write_patch.folder / "stale.patch").write_text(Path(good).read_text().replace("-#", "-what is not there"))
+    for runs in (12, 24):
+        result = run_experiment(str(write_patch.folder), runs=runs)
+    assert by_idea(result) == {shlex.quote(good): "better", CONTROL: "worse"}
+
+
+def test_killed_run_blames_no_idea(run_experiment):
+    (run_experiment.lab / "hook.py").write_text("import signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    run_experiment(A, B, runs=4)
+    assert not any(run["failure"] for run in run_experiment.record()["runs"])
+    (run_experiment.lab / "hook.py").unlink()
+    assert run_experiment(A, B, runs=4)["failed"] == 0 and len(run_experiment.started()) == 4
 
 
 def test_patch_of_a_config_file(run_experiment, write_patch):
