@@ -92,7 +92,7 @@ def logits(file_descriptor: str) -> int:
 
 
 def checks(*words: str) -> int:
-    """Print as JSON the failed checks of verify.py that train nothing, by name, but for the formats of transformers.
+    """Print as JSON the failed checks of verify.py that train nothing, by name, except those of transformers' formats.
 
     A changed network may differ from GPT-2 and Qwen3, so `logits = transformers'` is not required to hold.
     """

@@ -45,7 +45,7 @@ class Result:
     more_seeds: int | None = None
     """Estimated number of further seeds of each arm until there is a verdict."""
     losses: list[list[float]] = field(default_factory=list)
-    """What is compared, of the baseline and of the candidate, by seed."""
+    """Losses, or values of the metric, of the baseline and the candidate by seed."""
     is_ratio: bool = True
     """False where a loss is not positive: changes are then differences of means."""
     compute_multiplier: Estimate | None = None

@@ -75,6 +75,8 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     on, pairs = plan_arms(ideas)
     arms = {name: recipe.arm(own) for name, own in on.items()}
     judge.check_settings(arms["baseline"], arms["all"])
+    if failed := judge.failed_checks(arms["all"]):
+        raise ConfigError(f"ideas: together they break checks of verify.py: {failed}")
     differences = []
     for size in config.factors:
         losses = train(jobs, {name: scale_parameters(arm, size) for name, arm in arms.items()}, config.seeds)
