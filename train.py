@@ -1,9 +1,10 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, number of
-processes). Its state is the weights, the optimizer's state (with the EMA of the weights, if there is one), the step s,
-and two counters of updates that were skipped because of a NaN. Everything else, such as the learning rate, the global
-batch and the random draws of step s, is computed from (config, s).
+processes). Its state is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if
+there is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite.
+Everything else, such as the learning rate, the global batch and the random draws of step s, is computed from
+(config, s).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -36,7 +37,7 @@ from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
 from distributed.tree_reduce import AllReduce, TreeSum
 from model.gpt import GPTModel
-from model.loss import MetricSums
+from model.loss import MetricSums, count_targets
 from run import trackers
 from run.directory import Run
 from run.load import copy_initial_weights
@@ -55,7 +56,7 @@ from training.optimizer import apply_schedules, build_optimizer, learning_rates
 from training.prepare_model import add_teacher, prepare_network
 from training.profiler import step_profiler
 from training.results import Results
-from training.schedule import scheduled_value, should_compare_replicas, should_evaluate, should_log, should_save
+from training.schedule import is_due, scheduled_value
 from training.state import TrainState
 from training.throughput import Throughput, peak_flops
 
@@ -139,21 +140,25 @@ def train(
 
         metrics: dict[str, Any] = {}  # of one step, logged and saved together
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
+            if profiler:
+                profiler.step()
             completed = step + 1
-            log_now, eval_now = should_log(config, completed), should_evaluate(config, completed)
+            log_now = is_due(config.tracking.log_every, config, completed)
+            eval_now = is_due(config.evaluation.every, config, completed)
             stop_now = completed == config.stop_after and completed < config.steps
-            save_now = should_save(config, completed) or stop_now
+            save_now = is_due(config.checkpoint.every, config, completed) or stop_now
 
             with block_statistics.record(log_now):
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Without `wait`, `read` returns the result of the previous step, so that the host never waits for the
-            # device. All processes call it at the same point and therefore stop at the same step.
+            # Without `wait`, `read` returns the result of the previous step: the device computes this step while the
+            # host waits. All processes call it at the same point and therefore stop at the same step.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps
-            compare_now = should_compare_replicas(config, completed, save_now)
+            compare_every = config.check_replicas_every
+            compare_now = is_due(compare_every, config, completed) or (save_now and compare_every > 0)
 
             metrics = {}
             if log_now or eval_now or save_now or compare_now:
@@ -181,8 +186,6 @@ def train(
                 raise Preempted(f"stopped after step {completed}; run the same command again to resume")
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
-            if profiler:
-                profiler.step()
         check_finite_val_loss(metrics, config.steps)
         reporter.say(f"The run is in {run.path}.")
 
@@ -206,10 +209,9 @@ def train_step(
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
-    # The number of target tokens in the global batch: labels other than -100, but never the label at position 0.
-    num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in micro_batches]).sum()
+    num_targets = torch.stack([count_targets(batch["labels"]) for batch in micro_batches]).sum()
     # The sum over processes overlaps the first forward.
-    pending = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
+    all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
     # DDP and FSDP2 average gradients over processes: multiply by their number to get the sum. A reducer already sums.
     grad_scale = scale * (1 if state.reducer else results.num_processes)
@@ -219,7 +221,7 @@ def train_step(
         is_last = index == len(micro_batches) - 1
         state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
-            outputs.append(compute(batch, num_targets, grad_scale, pending))
+            outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
             state.reducer.add_micro_batch(len(micro_batches))
     results.send(step + 1, outputs, stop)  # its all-reduce overlaps the clipping
@@ -238,25 +240,25 @@ def train_step(
 
 
 def forward_backward(
-    state: TrainState, batch: Batch, num_targets: Tensor, scale: float, pending: "dist.Work | None" = None
+    state: TrainState, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: "dist.Work | None" = None
 ) -> tuple[Tensor, MetricSums]:
-    """Add the gradients of a micro-batch, times `scale`, to `.grad`.
+    """Add the gradients of a micro-batch, times `grad_scale`, to `.grad`.
 
     Args:
         state: the model, and how Accelerate runs the backward.
         batch: the micro-batch.
-        num_targets: the number of target tokens in the global batch, 0-dim, once `pending` is complete.
-        scale: factor of the gradients.
-        pending: the all-reduce of `num_targets` over the processes.
+        num_targets: the number of target tokens in the global batch, 0-dim, once `all_reduce` is complete.
+        grad_scale: factor of the gradients.
+        all_reduce: that of `num_targets` over the processes.
 
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
     """
     _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
-    if pending:
-        pending.wait()  # with NCCL only the CUDA stream waits, not the host
+    if all_reduce:
+        all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
     loss = loss_sum / num_targets
-    backward(loss * scale, state.model, state.accelerator)
+    backward(loss * grad_scale, state.model, state.accelerator)
     return loss.detach(), metrics
 
 

@@ -18,7 +18,7 @@ from checks.model import build_perturbed, with_short_windows
 from config.schema import TrainConfig
 from data.loader import load_batch
 from model.gpt import GPTModel
-from model.loss import CHUNK_BYTES
+from model.loss import CHUNK_BYTES, count_targets
 from training import cpu_kernels
 from training.gradients import loss_scale
 from training.optimizer import build_optimizer
@@ -88,7 +88,7 @@ def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
 def compute_loss(network: GPTModel, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss as a training step does."""
     torch.manual_seed(0)
-    return network(**batch, num_items_in_batch=(batch["labels"][:, 1:] != -100).sum())[1]
+    return network(**batch, num_items_in_batch=count_targets(batch["labels"]))[1]
 
 
 def collect_gradients(network: GPTModel) -> dict[str, Tensor]:

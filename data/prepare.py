@@ -289,17 +289,22 @@ def _parse_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "s
     Raises:
         ConfigError: it has no valid fraction, or does not fit other settings.
     """
-    kind, _, fraction = config.validation.partition(":")
+    kind, _, text = config.validation.partition(":")
     if kind not in ("hash", "tail"):
-        kind, fraction = "source", "0.0"
-    if not re.fullmatch(r"0?\.\d+", fraction):
-        raise ConfigError(f"validation: {config.validation!r} must name a fraction below 1, such as {kind}:0.1")
+        kind, text = "source", "0"
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 <= fraction < 1:
+        problem = f"validation: {config.validation!r} must name a fraction of at least 0 and below 1"
+        raise ConfigError(f"{problem}, such as {kind}:0.1")
     if kind != "hash" and config.streaming:
         raise ConfigError(f"validation: {config.validation!r} cannot be combined with streaming; use hash:0.005")
     if kind == "tail" and config.max_tokens:
         problem = f"max_tokens: {config.max_tokens} may end before the tail that validation: {config.validation} keeps"
         raise ConfigError(f"{problem}; use hash:0.005 or a separate source")
-    return kind, float(fraction)
+    return kind, fraction
 
 
 def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:

@@ -297,20 +297,20 @@ class GPTModel(GenerativeModel):
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
         auxiliary: dict[str, Tensor] = {}  # terms of the training objective by name, 0-dim means (docs/forking.md)
-        block_metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for index, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
             if isinstance(x_BTC, BlockOutput):
-                x_BTC = x_BTC.add_to(auxiliary, block_metrics)
+                x_BTC = x_BTC.add_to(auxiliary, metrics)
         x_BTC = self.final_norm(x_BTC)
 
-        logits, loss, metrics = None, None, {}
+        logits, loss = None, None
         if labels is not None:
             soft_targets = self.teacher and self.teacher(input_ids, attention_mask, position_ids)
-            loss, metrics = self.next_token_loss(
+            loss, loss_metrics = self.next_token_loss(
                 x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, soft_targets
             )
-            metrics |= block_metrics
+            metrics = loss_metrics | metrics
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
             logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)

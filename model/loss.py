@@ -47,6 +47,11 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
     return F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum"), {}
 
 
+def count_targets(labels_BT: Tensor) -> Tensor:
+    """Return the number of targets, 0-dim int64: labels other than -100, but never the label at position 0."""
+    return (labels_BT[:, 1:] != -100).sum()
+
+
 class SoftTargets(NamedTuple):
     """What a teacher predicts for the same rows as the targets, see `distilled_loss`."""
 

@@ -22,10 +22,10 @@ from model.loss import MetricSums
 
 
 class GraphedMicroBatch:
-    """Replays `forward_backward(batch, num_targets, scale)` of train.py; called like it, after `warm_up`.
+    """Replays `forward_backward(batch, num_targets, grad_scale)` of train.py; called like it, after `warm_up`.
 
-    The graph is captured at the first call, and again when the shapes of the batch or `scale` change. Any other Python
-    value that the forward reads, such as a dropout rate, keeps the value that it had in the capture.
+    The graph is captured at the first call, and again when the shapes of the batch or `grad_scale` change. Any other
+    Python value that the forward reads, such as a dropout rate, keeps the value that it had in the capture.
     """
 
     def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], parameters: list[nn.Parameter]):
@@ -38,18 +38,18 @@ class GraphedMicroBatch:
         self.outputs: tuple[Tensor, MetricSums]
 
     def __call__(
-        self, batch: Batch, num_targets: Tensor, scale: float, pending: "dist.Work | None" = None
+        self, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: "dist.Work | None" = None
     ) -> tuple[Tensor, MetricSums]:
         """Add the gradients of a micro-batch to `.grad`; return its loss divided by `num_targets`, and its metrics.
 
         Raises:
             RunError: the forward or the backward cannot be captured, for example because it reads a value on the host.
         """
-        if pending:
-            pending.wait()
-        captured_for = scale, [(name, tensor.shape) for name, tensor in batch.items()]
+        if all_reduce:
+            all_reduce.wait()
+        captured_for = grad_scale, [(name, tensor.shape) for name, tensor in batch.items()]
         if captured_for != self.captured_for:
-            self.capture(batch, num_targets, scale)
+            self.capture(batch, num_targets, grad_scale)
             self.captured_for = captured_for
         for static, tensor in zip(self.inputs, [*batch.values(), num_targets], strict=True):
             static.copy_(tensor)
@@ -65,7 +65,7 @@ class GraphedMicroBatch:
         loss, metrics = self.outputs
         return loss.clone(), {name: (copy_of(total), copy_of(count)) for name, (total, count) in metrics.items()}
 
-    def capture(self, batch: Batch, num_targets: Tensor, scale: float) -> None:
+    def capture(self, batch: Batch, num_targets: Tensor, grad_scale: float) -> None:
         """Record the kernels without running them."""
         self.graph, self.gradients = torch.cuda.CUDAGraph(), []  # frees the memory of the previous graph
         static_batch, num_targets = {name: tensor.clone() for name, tensor in batch.items()}, num_targets.clone()
@@ -76,7 +76,7 @@ class GraphedMicroBatch:
         try:
             # thread_local: a thread that saves a checkpoint may use the device at the same time.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.outputs = self.forward_backward(static_batch, num_targets, scale)
+                self.outputs = self.forward_backward(static_batch, num_targets, grad_scale)
         except RuntimeError as error:
             cause = error.__context__ or error  # ending a failed capture raises a second error
             frames = reversed(traceback.extract_tb(cause.__traceback__))

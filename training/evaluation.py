@@ -9,6 +9,7 @@ from data.corpus import Corpus
 from data.loader import load_batch
 from distributed.collectives import all_gather
 from distributed.sharding import reshard
+from model.loss import count_targets
 from training.generations import unsharded
 from training.results import NonFiniteError, fill_slots, mean, sum_dtype
 
@@ -41,7 +42,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
         logits_to_keep = 0 if score else None  # 0 is all of them
         logits, loss_sum, auxiliary = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
-        sums = {"loss": (loss_sum, (batch["labels"][:, 1:] != -100).sum()), **auxiliary}
+        sums = {"loss": (loss_sum, count_targets(batch["labels"])), **auxiliary}
         sums |= score(logits, batch) if score else {}
         if corpus.score_model:
             # The compiler would need seconds for shapes that no training step has.

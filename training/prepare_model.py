@@ -76,8 +76,8 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     in this repository it would silently leave the block uncompiled.
     """
 
-    def forward_keeping_inputs(*inputs):
-        return checkpoint(forward, *inputs, use_reentrant=False)
+    def forward_keeping_inputs(*inputs, **named_inputs):
+        return checkpoint(forward, *inputs, use_reentrant=False, **named_inputs)
 
     return forward_keeping_inputs
 

@@ -5,9 +5,9 @@ Three calls per step hide the all-reduce and the copy to the host behind computa
 1. `send`, after the last backward, starts one small all-reduce, which overlaps the clipping of the gradients.
 2. `finish`, after the clipping, waits for the all-reduce (with NCCL only the CUDA stream waits), adds the gradient
    norm and starts the copy to the host.
-3. `read` returns the result of the previous step, which has already arrived. With `wait`, it returns the result of the
-   current step. The loop waits only if something depends on that result: a log line, an evaluation, a checkpoint, or,
-   if updates may be skipped, every update.
+3. `read` returns the result of the previous step, while the device computes the current one. With `wait`, it returns
+   the result of the current step. The loop waits only if something depends on that result: a log line, an evaluation,
+   a checkpoint, or, if updates may be skipped, every update.
 
 A process that wants all processes to stop says so in the same all-reduce.
 """

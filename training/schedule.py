@@ -33,31 +33,7 @@ SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {
 }
 
 
-def should_log(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to log training metrics after this number of steps."""
-    return _is_due(config.tracking.log_every, config, completed_steps)
-
-
-def should_evaluate(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to evaluate after this number of steps."""
-    return _is_due(config.evaluation.every, config, completed_steps)
-
-
-def should_save(config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether to save a checkpoint after this number of steps."""
-    return _is_due(config.checkpoint.every, config, completed_steps)
-
-
-def should_compare_replicas(config: TrainConfig, completed_steps: int, save_now: bool) -> bool:
-    """Return whether to compare weights and optimizer state across processes after this number of steps.
-
-    They are also compared before every save, unless check_replicas_every is 0.
-    """
-    every = config.check_replicas_every
-    return _is_due(every, config, completed_steps) or (save_now and every > 0)
-
-
-def _is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
+def is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
     """Return whether an action is due that runs every `every` steps, and after the last step; 0: never."""
     return every > 0 and (completed_steps % every == 0 or completed_steps == config.steps)
 

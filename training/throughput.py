@@ -55,7 +55,7 @@ class Throughput:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
 
     def tokens_before(self, step: int) -> int:
-        """Return the training tokens of the run in all steps up to `step`."""
+        """Return the training tokens of the run in steps 0 to `step` - 1."""
         return self.batch_sizes.tokens(step, self.seq_len, self.since)
 
     def restart(self, step: int) -> None:
@@ -63,10 +63,10 @@ class Throughput:
         self.tokens, self.seconds = self.tokens_before(step), time.perf_counter()
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the metrics since the last call, and restart.
+        """Return the metrics, and restart.
 
         Returns:
-            `train/tokens` in all steps up to `step`, `perf/tokens_per_second` over all processes since the last call,
+            `train/tokens` in steps 0 to `step` - 1, `perf/tokens_per_second` over all processes since the last restart,
             `perf/peak_memory_bytes` of this process, and `perf/mfu` where the peak of the device is known.
         """
         tokens, seconds = self.tokens, self.seconds

@@ -124,8 +124,17 @@ def test_profile_traces_the_given_steps(tmp_path):
         trace = json.loads((tmp_path / "run" / f"trace-steps-3-4-rank-{rank}.json").read_text())
         names = [event["name"] for event in trace["traceEvents"]]
         assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 2
-        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#2", "ProfilerStep#3"}
+        assert {name for name in names if name.startswith("ProfilerStep")} == {"ProfilerStep#3", "ProfilerStep#4"}
         assert any("all_reduce" in name or "allreduce" in name for name in names)
+
+
+def test_profile_of_first_step_has_no_warm_up(tmp_path):
+    train(*TINY, "--name", "run", "--profile", "[1, 1]", "--evaluation.every", "2", "--out_dir", tmp_path)
+    trace = json.loads((tmp_path / "run" / "trace-steps-1-1-rank-0.json").read_text())
+    names = [event["name"] for event in trace["traceEvents"]]
+    assert sum(name == "Optimizer.step#AdamW.step" for name in names) == 1
+    embeddings = sum(name == "aten::embedding" for name in names)
+    assert embeddings == 6 * 2, "of tokens and positions, in 6 micro-batches: none in the warm-up and the evaluation"
 
 
 @pytest.mark.parametrize(

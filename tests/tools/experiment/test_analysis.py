@@ -191,7 +191,7 @@ def test_costs_and_equal_compute():
     assert np.log1p(slow.equal_compute.effect) == pytest.approx(np.log1p(slow.effect) - slope * np.log(1.2))
 
 
-def test_worth_of_compute_is_unknown_without_an_effect_of_the_control():
+def test_worth_of_compute_needs_the_control():
     rows, seconds = design(8, 48), np.ones(48)
     losses = np.random.default_rng(0).normal(0, 0.3, 48)
     screen = analyze([""] * 8, rows, losses, {"seconds": seconds}, seconds, (7, 0.8))

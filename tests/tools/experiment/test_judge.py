@@ -138,7 +138,7 @@ def test_judge_computes_the_loss_itself(judged):
     assert scores["another cross-entropy"]["loss"] == pytest.approx(scores["none"]["loss"], rel=0.1)
 
 
-def test_scorer_takes_settings_from_the_arm_and_not_from_its_run(monkeypatch, tmp_path):
+def test_scorer_takes_settings_from_the_arm(monkeypatch, tmp_path):
     """The code of a candidate writes the files of its run."""
     settings = TrainConfig().flat() | {"evaluation.num_samples": 500}
     arm = Arm(ROOT, "", Launch(), (), settings, tmp_path)

@@ -229,7 +229,7 @@ def test_patches_with_settings_are_merged_once(run_experiment, write_patch, monk
     assert len(run_experiment.started()) == 20 + 2, "short runs of the head and of the merged code"
 
 
-def test_patch_in_a_folder_that_cannot_be_read_stops_nothing(run_experiment, write_patch):
+def test_unreadable_patch_in_a_folder_is_ignored(run_experiment, write_patch):
     """Nor does it stop the same command later."""
     good = str(Path(write_patch.setting("new", 1, 0.7)).rename(write_patch.folder / "a good one.patch"))
     (write_patch.folder / "quote.patch").write_text("Settings: --model.sham 1  # Adam's\n" + Path(good).read_text())
