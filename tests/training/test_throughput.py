@@ -4,7 +4,9 @@ import psutil
 import pytest
 import torch
 
-from training.throughput import peak_bf16_flops, peak_memory_bytes
+from data.sampler import BatchSizes
+from training import throughput
+from training.throughput import Throughput, peak_bf16_flops, peak_memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,14 @@ def test_peak_memory_on_cpu_ignores_initialised_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     now = psutil.Process().memory_info().rss
     assert 0.9 * now < peak_memory_bytes() < 100 * now
+
+
+def test_mfu_is_the_fraction_of_the_peak(monkeypatch):
+    """Steps 3 to 7, of 4 sequences of 10 tokens each, take 8 seconds; a token takes 50 FLOPs."""
+    times = iter([100.0, 108.0])
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
+    meter = Throughput(BatchSizes(4), seq_len=10, flops_per_token=50.0, peak_flops=5000.0)
+    meter.restart(2)
+    metrics = meter.measure(7)
+    assert metrics["train/tokens"] == 280 and metrics["perf/tokens_per_second"] == 25
+    assert metrics["perf/mfu"] == 25 * 50 / 5000
