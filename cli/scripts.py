@@ -34,7 +34,7 @@ PRINT_A_LOG = ("train", "tools.sweep")
 ROOT = Path(__file__).parent.parent
 
 # The class of a script's settings, or a function that parses its command line.
-Settings = type | Callable[[list[str]], Any]
+SettingsParser = type | Callable[[list[str]], Any]
 
 
 def run_and_exit(*arguments: Any, **named: Any) -> NoReturn:
@@ -53,10 +53,10 @@ def run_in_notebook(script: str, *args: str) -> None:
 
 def run_script(
     script: str,
-    settings: Settings | None = None,
+    settings: SettingsParser | None = None,
     needs_torch: bool = True,
     module: str | None = None,
-    commands: Mapping[str, tuple[Settings, str]] | None = None,
+    commands: Mapping[str, tuple[SettingsParser, str]] | None = None,
 ) -> int:
     """Parse the command line, call `main` of a module with the settings, and print errors.
 

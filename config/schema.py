@@ -66,7 +66,7 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List the settings that do not fit the source. Those that a fork added may use any."""
+        """List the settings that do not fit the source. A source that a fork added may use any of them."""
         unused = {}
         if self.source in ("random", "stories"):
             packing = None if self.packing == "concat" else self.packing  # concat is the default

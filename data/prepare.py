@@ -57,11 +57,11 @@ from data.tokenizer import (
 from model.settings import PositiveInt, Settings
 
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
-PIECE = 2**19  # characters; a document of more than twice as many is encoded in pieces
-CONTEXT = 1000  # characters on each side of a cut, encoded to test it
-BATCH = 64  # rows that a process encodes and writes at once
-BLOCK = 2**25  # minimum characters of the text that is encoded and cached at once
-FILE = 2**27  # bytes of tokens in a file of the corpus, about
+PIECE_CHARACTERS = 2**19  # characters; a document of more than twice as many is encoded in pieces
+CONTEXT_CHARACTERS = 1000  # characters on each side of a cut, encoded to test it
+BATCH_ROWS = 64  # rows that a process encodes and writes at once
+BLOCK_CHARACTERS = 2**25  # minimum characters of the text that is encoded and cached at once
+FILE_BYTES = 2**27  # bytes of tokens in a file of the corpus, about
 TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of long ones, from the start
 
 Text = tuple[str, bool, str | None]
@@ -157,7 +157,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int) -> int:
     start = limit - limit // 16
     boundaries = [start + match.start() for match in re.finditer(r"\b", text[start:limit])]
     for cut in [*boundaries[:-100:-1], limit]:
-        left, right = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
+        left, right = text[max(cut - CONTEXT_CHARACTERS, 0) : cut], text[cut : cut + CONTEXT_CHARACTERS]
         with wrap_tokenizer_errors(f"tokenizer: it has no tokens for a text that has {left[:40]!r} in it"):
             first, second, both = tokenizer.encode_batch_fast([left, right, left + right], add_special_tokens=False)
         if first.ids + second.ids == both.ids:
@@ -166,13 +166,13 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int) -> int:
 
 
 def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Source) -> Iterator[Text]:
-    """Yield documents in pieces: a text of more than 2 * PIECE characters is cut, a conversation never."""
+    """Yield documents in pieces: a text of more than 2 * PIECE_CHARACTERS characters is cut, a conversation never."""
     buffer = ""
     for text, ends, split in documents:
-        for start in range(0, len(text), PIECE):
-            buffer += text[start : start + PIECE]
-            while len(buffer) > 2 * PIECE and not source.conversations:
-                cut = cut_point(buffer, tokenizer, PIECE)
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            buffer += text[start : start + PIECE_CHARACTERS]
+            while len(buffer) > 2 * PIECE_CHARACTERS and not source.conversations:
+                cut = cut_point(buffer, tokenizer, PIECE_CHARACTERS)
                 yield buffer[:cut], False, split
                 buffer = buffer[cut:]
         if ends:
@@ -181,7 +181,7 @@ def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Sourc
 
 
 def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[dict[str, list]]:
-    """Yield pieces in blocks of at least BLOCK characters; `fraction` of the documents are for validation.
+    """Yield pieces in blocks of at least BLOCK_CHARACTERS characters; `fraction` of the documents are for validation.
 
     A block has three lists: `text` of each piece, whether it `begins` its document, and whether it is for `validation`.
     """
@@ -193,7 +193,7 @@ def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iter
         for values, value in zip(block.values(), (text, begins, validation), strict=True):
             values.append(value)
         size, begins = size + len(text), ends
-        if size >= BLOCK:
+        if size >= BLOCK_CHARACTERS:
             yield block
             block, size = {name: [] for name in block}, 0
     if block["text"]:
@@ -202,7 +202,7 @@ def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iter
 
 @lru_cache(maxsize=1)
 def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tuple[str, dict[str, list[int]]]]:
-    """Return a function from a piece, and whether it begins a document, to its text and columns of tokens.
+    """Return encode(piece, begins_document), which returns the text of a piece and its columns of tokens.
 
     The columns are {} if the piece is to be skipped. A tokenizer that is sent to another process would lose
     `encode_special_tokens`; so each process loads it.
@@ -214,7 +214,7 @@ def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tup
 
 
 def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch: dict[str, list]) -> dict[str, list]:
-    """Encode a batch of a block: a list for each column in `dtypes`, and what each piece adds to COUNTS."""
+    """Encode a batch of a block; return {name: values of all pieces} for each of `dtypes` and of COUNTS."""
     columns: dict[str, list] = {name: [] for name in [*dtypes, *COUNTS]}
     for text, begins in zip(batch["text"], batch["begins"], strict=True):
         text, encoded = load_encoder(folder, conversations)(text, begins)
@@ -357,7 +357,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     files = {}
     for split in SPLITS:
         kept = np.flatnonzero((frame.validation == (split == "validation")) & (frame.tokens > 0))
-        num_files = counts[split]["tokens"] * np.dtype(dtypes["input_ids"]).itemsize // FILE + 1
+        num_files = counts[split]["tokens"] * np.dtype(dtypes["input_ids"]).itemsize // FILE_BYTES + 1
         rows = encoded.select(kept, new_fingerprint=split).select_columns([*dtypes])
         rows.save_to_disk(work / split, num_shards=max(min(num_files, len(kept)), 1))
         files |= {f"{split}/{file.name}": file for file in sorted((work / split).glob("*.arrow"))}
@@ -388,13 +388,13 @@ def encode_blocks(
     features |= {name: datasets.List(datasets.Value(dtype)) for name, dtype in dtypes.items()}
     encoded, num_tokens = [], 0
     for index, block in enumerate(blocks):
-        num_processes = min(config.num_workers, -(-len(block["text"]) // BATCH))
+        num_processes = min(config.num_workers, -(-len(block["text"]) // BATCH_ROWS))
         encoded.append(
             datasets.Dataset.from_dict(block).map(
                 encode,
                 batched=True,
-                batch_size=BATCH,
-                writer_batch_size=BATCH,
+                batch_size=BATCH_ROWS,
+                writer_batch_size=BATCH_ROWS,
                 remove_columns=["text", "begins"],
                 features=datasets.Features(features),
                 num_proc=num_processes if num_processes > 1 else None,  # None: in this process
@@ -420,8 +420,10 @@ def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
     for file in files:
         for column, *_ in open_columns(file):
             tokens = np.from_dlpack(column.values)
-            for start in range(0, len(tokens), PIECE):
-                hashed.update(b"".join(map(bytes_of_token.__getitem__, tokens[start : start + PIECE].tolist())))
+            for start in range(0, len(tokens), PIECE_CHARACTERS):
+                hashed.update(
+                    b"".join(map(bytes_of_token.__getitem__, tokens[start : start + PIECE_CHARACTERS].tolist()))
+                )
     return hashed.hexdigest()
 
 

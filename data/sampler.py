@@ -203,7 +203,7 @@ def shuffle_groups(positions: np.ndarray, size: int, seed: int, name: str) -> tu
         positions: int64 [n].
         size: the number of positions in a group.
         seed: with `name` and the number of a group, selects the order of that group.
-        name: what a group is.
+        name: the kind of group, such as "epoch".
 
     Returns:
         The group of each position, and its shuffled index within the group, in [0, size); both int64 [n].

@@ -60,7 +60,7 @@ class SoftTargets(NamedTuple):
     temperature: float
 
     def rows(self, first: int, count: int) -> "SoftTargets":
-        """Return those of `count` rows from `first` on."""
+        """Return the predictions for `count` rows from `first` on."""
         return self._replace(logits_NV=self.logits_NV[first : first + count])
 
 
@@ -119,7 +119,7 @@ class NextTokenLoss:
             labels_BT: int64, unshifted, -100 where ignored.
             num_items_in_batch: divisor of the summed loss; None: the number of targets here.
             auxiliary: terms that are added to the loss of each target, by name, 0-dim.
-            soft_targets: those of a teacher, with N = B x T.
+            soft_targets: the predictions of a teacher, with N = B x T.
 
         Returns:
             loss: 0-dim, at least float32, in nats.

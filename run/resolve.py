@@ -21,9 +21,9 @@ class GivenModels(NamedTuple):
     """The models that settings name."""
 
     initial: LoadedModel | None
-    """That of `init_from`; None without it, or if the run resumes from a checkpoint."""
+    """The model that `init_from` names; None if the setting is null, or if the run resumes from a checkpoint."""
     teacher: LoadedModel | None
-    """That of `teacher.path`."""
+    """The model that `teacher.path` names; None if the setting is null."""
 
 
 class Resolved(NamedTuple):
@@ -41,10 +41,10 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     given models or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
     """
     initial, needs_initial = None, config.init_from is not None
-    if run is not None and (stored := resumed_settings(run.path, config)) is not None:
+    if run is not None and (stored := resumed_settings(run, config)) is not None:
         names = ("data.seed", "global_batch_size", "branch_from")
         config = config.replace(**{name: stored[name] for name in names if attrgetter(name)(config) is None})
-        if needs_initial and can_resume_without_initial_model(run.path, config, stored):
+        if needs_initial and can_resume_without_initial_model(run, config, stored):
             config, needs_initial = with_stored_model(config, stored), False
     elif run is not None and config.data.seed is None:
         config = config.replace(**{"data.seed": data_seed_of_branch(config)})

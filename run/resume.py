@@ -52,9 +52,9 @@ def starts_afresh(config: TrainConfig) -> bool:
     return config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
 
 
-def resumed_settings(run: Path, config: TrainConfig) -> dict[str, Any] | None:
+def resumed_settings(run: Run, config: TrainConfig) -> dict[str, Any] | None:
     """Return the flat settings of the existing run; None if there is none, or it is moved aside."""
-    return None if starts_afresh(config) else read_settings(run / "config.yaml")
+    return None if starts_afresh(config) else read_settings(run.path / "config.yaml")
 
 
 def data_seed_of_branch(config: TrainConfig) -> int:
@@ -65,13 +65,13 @@ def data_seed_of_branch(config: TrainConfig) -> int:
     return 0
 
 
-def can_resume_without_initial_model(run: Path, config: TrainConfig, stored: dict[str, Any]) -> bool:
+def can_resume_without_initial_model(run: Run, config: TrainConfig, stored: dict[str, Any]) -> bool:
     """Return whether the run started from the same `init_from` and has a checkpoint to resume from.
 
     Then the initial model is not loaded: it may have been trained further, or deleted, since the run started.
     """
     is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
-    return is_same and bool(readable_checkpoints(run / "checkpoints"))
+    return is_same and bool(readable_checkpoints(run.checkpoints))
 
 
 def with_stored_model(config: TrainConfig, stored: dict[str, Any]) -> TrainConfig:
@@ -153,22 +153,22 @@ def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> No
         )
 
 
-def check_new_run(run: Path, config: TrainConfig) -> None:
+def check_new_run(run: Run, config: TrainConfig) -> None:
     """Raise ConfigError if the directory `branch_from` does not exist, or an input would be moved or is the run."""
     if config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
     inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
     inputs += [("teacher.path", config.teacher.path)]
     inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
-    run = run.resolve()
+    own_path = run.path.resolve()
     for setting, value in inputs:
         if not value:
             continue
         path = expand_user_path(setting, value).resolve()
-        if starts_afresh(config) and path.exists() and run in (path, *path.parents):
+        if starts_afresh(config) and path.exists() and own_path in (path, *path.parents):
             problem = f"{setting}: {value!r} is in the run that --resume never would move aside"
             raise ConfigError(f"{problem}; choose another name")
-        if setting in ("init_from", "teacher.path") and path == run and path.exists():
+        if setting in ("init_from", "teacher.path") and path == own_path and path.exists():
             raise ConfigError(f"{setting}: {value!r} is the directory of this run itself; choose another name")
 
 

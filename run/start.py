@@ -49,8 +49,8 @@ def check_run(run: Run, config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-    if resumed_settings(run.path, config) is None:
-        check_new_run(run.path, config)
+    if resumed_settings(run, config) is None:
+        check_new_run(run, config)
 
 
 def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
@@ -158,7 +158,7 @@ def _record_session(run: Run, start: StartingPoint, facts: dict[str, Any]) -> No
 def _lock_same_run(run: Run, config: TrainConfig) -> bool:
     """Lock the directory if it holds the run with these settings and is not in use; return whether it did."""
     with suppress(ConfigError, OSError):
-        stored = resumed_settings(run.path, config)
+        stored = resumed_settings(run, config)
         if stored is None:
             return False
         if config.init_from is not None:

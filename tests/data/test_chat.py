@@ -364,10 +364,10 @@ def test_metadata_counts_message_content(folder, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(data.prepare, "FILE", 2000)
-    monkeypatch.setattr(data.prepare, "BLOCK", 1000)
-    monkeypatch.setattr(data.prepare, "BATCH", 2)
-    monkeypatch.setattr(data.prepare, "PIECE", 10)  # a conversation is never cut
+    monkeypatch.setattr(data.prepare, "FILE_BYTES", 2000)
+    monkeypatch.setattr(data.prepare, "BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(data.prepare, "BATCH_ROWS", 2)
+    monkeypatch.setattr(data.prepare, "PIECE_CHARACTERS", 10)  # a conversation is never cut
     monkeypatch.setattr(data.sources, "CHUNK", 10)
     source = folder / "rows.jsonl"
     settings = dict(tokenizer=str(folder / "tokenizer_chatml"), validation="hash:0.2", num_workers=workers)

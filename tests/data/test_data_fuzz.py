@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare, "FILE", 4000)
+        patch.setattr(data.prepare, "FILE_BYTES", 4000)
         source = write_jsonl(folder / "a.jsonl", make_documents(40))
         make(source, folder / "corpus", "train:300", validation="hash:0.3")
     return folder

@@ -88,10 +88,10 @@ def tokens_of(out):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Small pieces, blocks and files, so that a short text fills many."""
-    monkeypatch.setattr(data.prepare, "PIECE", 2000)
+    monkeypatch.setattr(data.prepare, "PIECE_CHARACTERS", 2000)
     monkeypatch.setattr(data.sources, "CHUNK", 2000)
-    monkeypatch.setattr(data.prepare, "BLOCK", 3000)
-    monkeypatch.setattr(data.prepare, "FILE", 5000)
+    monkeypatch.setattr(data.prepare, "BLOCK_CHARACTERS", 3000)
+    monkeypatch.setattr(data.prepare, "FILE_BYTES", 5000)
 
 
 def refusal(*arguments, **settings):
@@ -471,7 +471,7 @@ def test_document_in_pieces_has_same_tokens(tmp_path, small_blocks, bpe, seed):
     assert len(starts) == 2 and starts[1] > 10, "the document is cut into many pieces, of which the first begins it"
     whole = [facts["end_of_text"], *tokenizer.encode(document).ids]
     assert sum(made[: starts[1]], []) == whole
-    assert max(map(len, made)) <= 2 * data.prepare.PIECE
+    assert max(map(len, made)) <= 2 * data.prepare.PIECE_CHARACTERS
 
 
 def test_cut_point_does_not_change_tokens(bpe):
@@ -508,7 +508,7 @@ def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
 
 def test_prepare_is_independent_of_worker_count(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
-    monkeypatch.setattr(data.prepare, "BATCH", 4)
+    monkeypatch.setattr(data.prepare, "BATCH_ROWS", 4)
     for workers in (1, 3):
         make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "3")
@@ -857,7 +857,7 @@ def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
     assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "PIECE", 19)  # panics at the cut of a document
+        patch.setattr(data.prepare, "PIECE_CHARACTERS", 19)  # panics at the cut of a document
         assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
     make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]

@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare, "FILE", 4000)
+        patch.setattr(data.prepare, "FILE_BYTES", 4000)
         make(write_jsonl(folder / "a.jsonl", make_documents(60)), folder / "a", validation="hash:0.2")
     other = write_jsonl(folder / "b.jsonl", make_documents(30, seed=5))
     make(other, folder / "b", validation="hash:0.2")

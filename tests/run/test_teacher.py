@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
+from run.directory import Run
 from run.load import hash_weights, load_run
 from run.resolve import resolve
 from run.resume import check_new_run
@@ -148,9 +149,9 @@ def test_settings_that_contradict_teacher_are_refused(settings, message, made):
 def test_teacher_is_not_in_run_directory(made):
     config = parse_config(recipe(made, "--name", "large", "--out_dir", made))
     with pytest.raises(ConfigError, match="teacher.path: .* is the directory of this run itself"):
-        check_new_run(made / "large", config)
+        check_new_run(Run(made / "large"), config)
     with pytest.raises(ConfigError, match="teacher.path: .* is in the run that --resume never would move aside"):
-        check_new_run(made, config.replace(resume="never"))
+        check_new_run(Run(made), config.replace(resume="never"))
 
 
 def test_teacher_with_another_tokenizer_is_refused(made, tmp_path):
