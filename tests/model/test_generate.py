@@ -56,6 +56,14 @@ def test_each_token_is_computed_once():
     )
 
 
+def test_generation_keeps_no_activations():
+    model, records_gradients = make_lively_model(), []
+    model.token_embedding.register_forward_hook(lambda *_: records_gradients.append(torch.is_grad_enabled()))
+    for _ in model.stream(make_tokens(length=3), 2, temperature=0):
+        assert torch.is_grad_enabled(), "the caller's code"
+    assert records_gradients == [False, False]
+
+
 def test_top_k_and_top_p_match_transformers():
     logits = 3 * torch.randn(1, 61, generator=torch.Generator().manual_seed(0))
     for top_k, top_p in ((5, 1.0), (None, 0.7), (9, 0.8), (100, 0.999), (1, 0.5)):

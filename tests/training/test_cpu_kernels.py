@@ -106,6 +106,14 @@ def test_eager_attention_equals_fused_kernel():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_rms_norm_refuses_second_derivative():
+    x, weight = leaf(2, 5, 8, seed=0), leaf(8, seed=1)
+    y = cpu_kernels.RMSNormFunction.apply(x, weight, 1e-6)
+    (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 def test_eager_attention_refuses_second_derivative():
     q, k, v = (leaf(2, 3, 17, 8, seed=seed) for seed in range(3))
     (gradient,) = torch.autograd.grad(EagerAttention.apply(q, k, v).sin().sum(), q, create_graph=True)
