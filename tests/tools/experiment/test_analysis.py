@@ -52,7 +52,7 @@ def simulate(num_ideas, num_rows, fraction_real, kind, looks, seed):
         ]
         false = (found & ~(real & right)).sum()
         intervals = [
-            (idea.low, np.expm1(e), idea.high) for idea, e in zip(ideas, effects, strict=True) if idea.low is not None
+            (idea.low, np.expm1(e), idea.high) for idea, e in zip(ideas, effects, strict=True) if np.isfinite(idea.low)
         ]
         covered = sum(low <= effect <= high for low, effect, high in intervals)
         power = (found & real).sum() / max(1, real.sum())
