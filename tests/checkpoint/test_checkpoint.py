@@ -27,7 +27,7 @@ from checkpoint.manifest import (
     step_directory,
     validate,
 )
-from checkpoint.saver import Saver
+from checkpoint.saver import SaveError, Saver
 from config.errors import ConfigError, RunError
 from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
 from data.files import sha256
@@ -289,6 +289,19 @@ def test_background_thread_has_lowest_priority(tmp_path):
     saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
     assert saver.executor.submit(priority).result() == 19
     assert priority() == before, "the thread that trains keeps its own"
+
+
+def test_failed_save_hides_no_other_error(tmp_path, capsys):
+    """The run ends with the error of the training, and the disk's is printed."""
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
+
+    def fail() -> None:
+        raise SaveError("cannot write the checkpoint")
+
+    with pytest.raises(RunError, match="the loss is NaN"), saver:
+        saver.pending = saver.executor.submit(fail)
+        raise RunError("the loss is NaN")
+    assert capsys.readouterr().err == "cannot write the checkpoint\n"
 
 
 def test_shared_blocks_are_saved_and_restored(tmp_path):

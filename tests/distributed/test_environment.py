@@ -113,6 +113,15 @@ def test_missing_compiler_without_triton(monkeypatch):
     assert missing_compiler(torch.device("cpu")) != "no Triton"
 
 
+def test_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(attention, "HAS_TRITON", True)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("CXX", "c++-99")
+    assert missing_compiler(torch.device("cpu")) == "no compiler: c++-99"
+    assert missing_compiler(torch.device("cuda")) == "no compiler: gcc or clang"
+
+
 def test_importing_train_loads_no_slow_packages():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
     slow += ("transformers", "datasets", "wandb", "matplotlib", "export")
