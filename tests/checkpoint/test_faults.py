@@ -66,7 +66,7 @@ def test_hanging_process_is_detected_within_timeout(runs, undisturbed):
     arguments = [*TINY, "--out_dir", runs, "--timeout_seconds", 15]
     done = train(*arguments, processes=2, max_restarts=1, faults="hang:1:4")
     error = next(line for line in done.stderr.splitlines() if "train.py: error: process 0 lost the others in" in line)
-    assert "pending.wait()" in error, "the line in which the other process waited"
+    assert "all_reduce.wait()" in error, "the line in which the other process waited"
     assert "Timed out waiting 15000ms" in error or "Application timeout caused pair closure" in error
     assert_ends_like(runs / "run", undisturbed)
 

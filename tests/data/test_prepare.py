@@ -515,7 +515,7 @@ def test_prepare_is_independent_of_worker_count(tmp_path, small_blocks, monkeypa
     assert len(tokens_of(tmp_path / "1")) > 10
 
 
-SMALL_BLOCKS = "p.BLOCK, p.FILE, p.PIECE, p.BATCH = 20_000, 20_000, 2000, 16"
+SMALL_BLOCKS = "p.BLOCK_CHARACTERS, p.FILE_BYTES, p.PIECE_CHARACTERS, p.BATCH_ROWS = 20_000, 20_000, 2000, 16"
 KILL = {
     "encoding": """
 import datasets
@@ -881,7 +881,7 @@ def test_prepare_resumes_after_full_disk(tmp_path):
     try:
         source = write_jsonl(tmp_path / "a.jsonl", make_documents(3000))
         arguments = ["--source", source, "--tokenizer", "byte", "--out", disk / "out", "--num_workers", 2]
-        setting = "p.BLOCK = 20_000"
+        setting = "p.BLOCK_CHARACTERS = 20_000"
         done = run(*arguments, exit_code=2, preamble=setting)
         assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
         assert f"The disk of {disk / 'out'} is full; make room and run the same command again" in done.stderr

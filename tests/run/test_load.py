@@ -227,7 +227,7 @@ def test_best_checkpoint_is_chosen_again_if_removed(run, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "words",
     [
-        *("sample.py RUN --prompt a", "-m tools.compare RUN --out null", "train.py --config RUN/config.yaml"),
+        *("sample.py RUN --prompt a", "train.py --config RUN/config.yaml"),
         "train.py --config tests/support/tiny_random.yaml --out_dir RUN/.. --name secret",
         pytest.param("train.py --config tests/support/tiny_random.yaml --init_from RUN", marks=pytest.mark.slow),
         pytest.param("evaluate.py RUN", marks=pytest.mark.slow),

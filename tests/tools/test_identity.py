@@ -20,11 +20,11 @@ def test_compare_separates_runs_by_code(tree, tmp_path):  # noqa: F811
     """One line of the model differs and no setting; both versions train with the same seeds."""
     model = tree / "model" / "gpt.py"
     words = [*TINY_STORIES, "--steps", 4, "--out_dir", tmp_path / "runs", "--tracking.wandb", "disabled"]
-    line = "std=0.02"
+    line = "std = 0.02"
     assert model.read_text().count(line) >= 1
     for seed in (0, 1):
         train(*words, "--seed", seed, "--name", f"main-{seed}")
-    model.write_text(model.read_text().replace(line, "std=0.03"))
+    model.write_text(model.read_text().replace(line, "std = 0.03"))
     for seed in (0, 1):
         train(*words, "--seed", seed, "--name", f"branch-{seed}", cwd=tree)
     paths = " ".join(str(tmp_path / "runs" / name) for name in ("main-0", "main-1", "branch-0", "branch-1"))
