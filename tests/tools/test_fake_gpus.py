@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 
 
 def test_replay_reproduces_step(run):  # noqa: F811
-    assert "reproduced" in outcome("tools.replay", run, 6)
+    shown = outcome("tools.replay", run, 8)
+    assert "reproduced bitwise" in shown, shown
 
 
 def test_experiment_gives_each_run_a_gpu(tmp_path):
