@@ -115,7 +115,7 @@ def run(*arguments, exit_code=0, preamble=""):
 def test_hash_split_assigns_each_document_independently(tmp_path):
     """Adding or repeating documents moves no other document to the other split."""
     documents = make_documents(60)
-    metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:0.3")
+    metadata = make(write_jsonl(tmp_path / "a.jsonl", documents), tmp_path / "a", validation="hash:3e-1")
     train, validation = texts(tmp_path / "a"), texts(tmp_path / "a", "validation")
     assert train == [text for text in documents if text not in validation]
     assert sorted(train + validation) == sorted(documents) and 8 < len(validation) < 30

@@ -17,7 +17,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
-from training.prepare_model import missing_compiler, prepare_network
+from training.prepare_model import checkpointed, missing_compiler, prepare_network
 from training.schedule import SCHEDULES
 
 TINY = [
@@ -144,3 +144,9 @@ def test_profile_of_first_step_has_no_warm_up(tmp_path):
 def test_profile_of_impossible_steps_is_refused(steps, problem, tmp_path):
     done = train(*TINY, "--name", "run", "--profile", steps, "--out_dir", tmp_path, exit_code=2)
     assert f"profile: {steps} {problem}" in done.stderr
+
+
+def test_recomputed_block_takes_keyword_arguments():
+    x = torch.ones(3, requires_grad=True)
+    checkpointed(lambda x, *, scale: x * scale)(x, scale=2.0).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
