@@ -57,11 +57,11 @@ from data.tokenizer import (
 from model.settings import PositiveInt, Settings
 
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
-PIECE_CHARACTERS = 2**19  # characters; a document of more than twice as many is encoded in pieces
-CONTEXT_CHARACTERS = 1000  # characters on each side of a cut, encoded to test it
-BATCH_ROWS = 64  # rows that a process encodes and writes at once
-BLOCK_CHARACTERS = 2**25  # minimum characters of the text that is encoded and cached at once
-FILE_BYTES = 2**27  # bytes of tokens in a file of the corpus, about
+PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
+CONTEXT_CHARACTERS = 1000  # on each side of a cut, encoded to test it
+BATCH_ROWS = 64  # that a process encodes and writes at once
+BLOCK_CHARACTERS = 2**25  # minimum of the text that is encoded and cached at once
+FILE_BYTES = 2**27  # of tokens in a file of the corpus, about
 TRAINING_TEXTS = 10**6  # train:VOCAB is trained on this many documents, or pieces of long ones, from the start
 
 Text = tuple[str, bool, str | None]
@@ -166,7 +166,7 @@ def cut_point(text: str, tokenizer: Tokenizer, limit: int) -> int:
 
 
 def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Source) -> Iterator[Text]:
-    """Yield documents in pieces: a text of more than 2 * PIECE_CHARACTERS characters is cut, a conversation never."""
+    """Yield documents in pieces: a text of more than 2 * PIECE_CHARACTERS is cut, a conversation never."""
     buffer = ""
     for text, ends, split in documents:
         for start in range(0, len(text), PIECE_CHARACTERS):
@@ -181,7 +181,7 @@ def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Sourc
 
 
 def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[dict[str, list]]:
-    """Yield pieces in blocks of at least BLOCK_CHARACTERS characters; `fraction` of the documents are for validation.
+    """Yield pieces in blocks of at least BLOCK_CHARACTERS; `fraction` of the documents are for validation.
 
     A block has three lists: `text` of each piece, whether it `begins` its document, and whether it is for `validation`.
     """

@@ -50,6 +50,7 @@ from data.loader import Batch, BatchLoader, StepDataset
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch
 from distributed.state_hash import state_digest
+from model.loss import count_targets
 from run.directory import Run, Session
 from run.resolve import resolve
 from run.stored_settings import config_of
@@ -175,7 +176,7 @@ def sequence_losses(state: TrainState, step: int, micro_batches: list[Batch]) ->
             labels[row] = targets
             state.seed_micro_batch(step, index, len(micro_batches))
             _, loss_sum, _ = state.model(**{**batch, "labels": labels}, num_items_in_batch=1.0)
-            losses.append(loss_sum / (targets[1:] != -100).sum().clamp(min=1))
+            losses.append(loss_sum / count_targets(labels).clamp(min=1))
     return torch.stack(losses).tolist()
 
 

@@ -228,6 +228,10 @@ def test_best_checkpoint_is_chosen_again_if_removed(run, tmp_path, monkeypatch, 
     "words",
     [
         *("sample.py RUN --prompt a", "train.py --config RUN/config.yaml"),
+        pytest.param(
+            "-m tools.compare RUN --out null",
+            marks=pytest.mark.skipif(not (ROOT / "tools").exists(), reason="tools/ was removed"),
+        ),
         "train.py --config tests/support/tiny_random.yaml --out_dir RUN/.. --name secret",
         pytest.param("train.py --config tests/support/tiny_random.yaml --init_from RUN", marks=pytest.mark.slow),
         pytest.param("evaluate.py RUN", marks=pytest.mark.slow),

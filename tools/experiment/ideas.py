@@ -132,10 +132,10 @@ class Ideas:
             keys, commit = self.merge_with(first, switched)
             if self.short_digest(commit) != self.head_digest:
                 commits = {key: merge(self.recipe.commit, [self.record.ideas[key]]) for key in keys}
-                wrong = [key for key in keys if self.short_digest(commits[key]) != self.head_digest]
-                for key in wrong or keys[-1:]:
-                    self.block(key, OTHER_DEFAULT if wrong else OTHER_MERGED)
-                wrong = wrong or keys[-1:]
+                wrong = {key: OTHER_DEFAULT for key in keys if self.short_digest(commits[key]) != self.head_digest}
+                wrong = wrong or {keys[-1]: OTHER_MERGED}
+                for key, failure in wrong.items():
+                    self.block(key, failure)
                 return self.merge_patches([key for key in wanted if key not in wrong])
             self.codes.append((keys, commit))
         return wanted
