@@ -466,6 +466,7 @@ def cli() -> int:
             print(f"The disk of {config.out} is full; make room and run the same command again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the message
         print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
         os._exit(130)  # does not wait for the thread
     trained = f"train:{metadata['tokenizer']['vocab_size']}"

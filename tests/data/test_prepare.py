@@ -556,8 +556,11 @@ INTERRUPT = """
 import os, signal, sys, threading, time
 main = os.getpid()
 def stop(*args):
-    threading.Timer(0.2, os.kill, (main, signal.SIGINT)).start()
-    open(sys.argv[2] + ".pid", "w").write(str(os.getpid()))
+    try:
+        open(sys.argv[2] + ".pid", "x").write(str(os.getpid()))
+        threading.Timer(0.2, os.kill, (main, signal.SIGINT)).start()
+    except FileExistsError:
+        pass  # the other process sends the signal, once
     time.sleep(60)  # as long as a block in a thread or a process, or training the tokenizer
     print("not interrupted", file=sys.stderr)
 p.encode_text = stop
