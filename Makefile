@@ -11,7 +11,7 @@ TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
 # The cases that docs/performance.md shows; those of a GPU begin with the questions on which others depend.
 BENCHMARKS = throughput time_to_loss overhead memory exactness checkpoint_stall startup generation
-GPU_BENCHMARKS = bits cuda_graph small_programs small_to_loss tests gpu curve
+GPU_BENCHMARKS = bits cuda_graph small_to_loss tests gpu curve
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env test-env train verify law record trial test test-all test-core test-repo test-gpu bench lint clean

@@ -8,16 +8,23 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from checkpoint.storage import copy_to_cpu
+from config.parser import parse_config
+from data.corpus import load_corpus
+from data.loader import BatchLoader
 from distributed.state_hash import VALUES_AT_ONCE, digest_tensors
 from distributed.tree_reduce import TreeSum
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import NextTokenLoss
+from run.directory import Run
+from run.resolve import GivenModels
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 from tests.distributed.test_sharding import launcher_environment
+from train import build_state, train_step, warm_up
 from training.gradients import trainable_parameters
 
 WITHOUT = "no GPU is here, or hidden without -m cuda"
@@ -204,6 +211,25 @@ def test_cuda_graph_trains_and_resumes_with_same_bits(name, settings, compiled, 
     done = train(*arguments, "--out_dir", runs / "true", **precision("bf16"))
     assert "resumed at step 4 from" in done.stdout
     assert_same_run(graphed, without, STEPS)
+
+
+def test_step_does_not_synchronise(runs):
+    """The host launches the next step while the device computes this one."""
+    config = parse_config([*RUN, "--out_dir", str(runs)])
+    corpus = load_corpus(config)
+    config = corpus.fill_in(config)
+    state = build_state(config, Run.from_config(config), Accelerator(), GivenModels(None, None))
+    loader = BatchLoader(corpus.train, corpus.global_batches(config), config.micro_batch_size, GPU)
+    batches = [loader.load(step) for step in range(6)]
+    warm_up(state, batches[0][0])
+    for step in range(3):
+        train_step(state, step, batches[step])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3, 6):
+            train_step(state, step, batches[step])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # Numerics

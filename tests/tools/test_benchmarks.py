@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -216,7 +217,6 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(Program, "run", run)
     monkeypatch.setattr(programs, "corpus_tokens", lambda _: {"train": np.array([7, 9, 7]), "val": np.array([9, 40])})
     monkeypatch.setattr(gpu, "ON_GPU", True)
-    monkeypatch.setattr(gpu, "WAYS", gpu.WAYS | {"graph": "--compile true --cuda_graph true"})
     return programs_of
 
 
@@ -225,9 +225,8 @@ def our_config(program, processes=1):
     words = [word for word in program.command if not word.startswith("--out_dir=")]
     if "--config" not in words:
         return None
-    is_step = "tools.benchmark.steps" in words
-    start = words.index("tools.benchmark.steps") + 2 if is_step else words.index("train.py") + 1
-    return parse_config(words[start:], processes)
+    script = "train.py" if "train.py" in words else "tools.benchmark.bare_loop"
+    return parse_config(words[words.index(script) + 1 :], processes)
 
 
 def peer_settings(program):
@@ -236,7 +235,7 @@ def peer_settings(program):
 
 
 WHOLE = [(cpu, name) for name in tables.TABLES if name != "generation" and name not in command_line.GPU_LIMITS]
-WHOLE += [(gpu, name) for name in ("cuda_graph", "small_programs", "small_to_loss", "gpu", "curve")]
+WHOLE += [(gpu, name) for name in ("cuda_graph", "small_to_loss", "gpu", "curve")]
 
 
 @pytest.mark.parametrize("module, name", WHOLE, ids=[name for _, name in WHOLE])
@@ -275,7 +274,6 @@ def test_throughput_compares_same_precision_and_compilation(started, monkeypatch
         else:
             theirs = peer_settings(program)
             assert theirs["compile"] == str(compiled) and theirs["dtype"] == ("bfloat16" if in_bf16 else "float32")
-            assert ("-c" in program.command) == in_bf16, "autocast is added"
     for _, cases, baselines in cpu.throughput(argparse.Namespace(quick=False, nanogpt=None)):
         for case in cases:
             assert baselines[case][0] == case.replace("ours", "nanoGPT"), "compiled against compiled"
@@ -290,15 +288,56 @@ def test_nanogpt_trains_on_tokens_of_corpus(started, tmp_path):
     assert np.fromfile(f"{data}/val.bin", np.uint16).tolist() == [9, 40]
 
 
-def test_steps_have_shape_of_group(started):
-    """A step of nanoGPT has one micro-batch; the programs of a group differ only in the settings of their variant."""
-    for name, groups in {"gpu": gpu.LARGE_MODELS, "cuda_graph": gpu.SMALL_STEPS}.items():
-        for group, case, program in started(gpu, name):
-            if config := our_config(program):
-                expected = groups[group]
-                assert config.seq_len == expected.shape.context and config.micro_batch_size == expected.batch
-                assert program.env.get("ATTENTION", "") == expected.attention
-                assert case != "nanoGPT" or config.global_batch_size is None
+@pytest.mark.parametrize("name, groups", [("gpu", gpu.LARGE_MODELS), ("cuda_graph", gpu.SMALL_MODELS)])
+def test_ways_train_shape_of_group(name, groups, started):
+    """Both programs train the same model, without biases, in batches of the same size and for the same steps."""
+    for group, way, program in started(gpu, name):
+        expected, config = groups[group], our_config(program)
+        if config is None:
+            theirs = {"gradient_accumulation_steps": "1"} | peer_settings(program)
+            facts = [theirs["n_layer"], theirs["n_head"], theirs["n_embd"], theirs["block_size"], theirs["batch_size"]]
+            assert [*map(int, facts)] == [*expected.shape, expected.batch]
+            assert (float(theirs["dropout"]), int(theirs["max_iters"])) == (expected.dropout, 11 * expected.log_every)
+        else:
+            model = config.model
+            facts = [model.n_layers, model.n_heads, model.d_model, config.seq_len, config.micro_batch_size]
+            assert facts == [*expected.shape, expected.batch] and not model.bias and model.mlp == "gelu_erf"
+            assert (model.dropout, config.steps) == (expected.dropout, 11 * expected.log_every)
+            assert config.profile and config.profile[1] <= 2 * expected.log_every, "not in a measured interval"
+            assert bool(config.cuda_graph) == ("graph" in way) and config.compile == ("uncompiled" not in way)
+            assert (config.optimizer.name, config.chunked_loss) == (
+                "muon" if "muon" in way else "adamw",
+                False if way == "whole loss" else None,
+            )
+    assert {group for group, way, _ in started(gpu, name)} == {*groups}
+
+
+def test_kernels_of_profiled_step_are_counted(monkeypatch, tmp_path):
+    """Operators of the host, and annotations of the GPU that span kernels, are no kernels."""
+    events = [{"cat": "kernel", "dur": 1500.0}, {"cat": "kernel", "dur": 500.0}]
+    events += [{"cat": "cpu_op", "dur": 9e6}, {"cat": "gpu_user_annotation", "dur": 9e6}, {"name": "of no category"}]
+
+    def run(self, out_dir):
+        folder = Path(out_dir.partition("=")[2]) / "run"
+        folder.mkdir()
+        (folder / "trace-steps-11-11-rank-0.json").write_text(json.dumps({"traceEvents": events}))
+        (folder / "metrics.jsonl").write_text('{"step": 10, "perf/peak_memory_bytes": 3145728}\n')
+        return [(1.0, "[step 10 / 20] loss = 1")]
+
+    monkeypatch.setattr(Program, "run", run)
+    expected = {"kernels": 2.0, "kernel_milliseconds": 2.0, "peak_mib": 3.0, "start_seconds": 1.0}
+    assert Program([]).train() == expected
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_bare_loop_trains(processes):
+    words = """--config configs/random_tokens.yaml --steps 8 --tracking.log_every 2 --micro_batch_size 4
+        --optimizer.lr 1e-2 --model.dropout 0 --model.vocab_size 64"""
+    options = argparse.Namespace(quick=False)
+    program = programs.ours(options, words, script=cpu.BARE_LOOP, processes=processes, env={"OMP_NUM_THREADS": "1"})
+    losses = [float(line.rpartition(" ")[2]) for _, line in program.run() if "loss = " in line]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5, losses
+    assert f"tokens: {4 * 32 * max(processes, 1)} a step" in [line for _, line in program.run("--steps", "1")]
 
 
 # Sessions

@@ -24,10 +24,9 @@ from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
 from tools.benchmark import programs
-from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, Shape, nanogpt, ours
+from tools.benchmark.programs import BF16, PEER, RANDOM, WITHOUT_WANDB, Case, Group, Shape, nanogpt, ours
 
-RANDOM = "--config configs/random_tokens.yaml --model.dropout 0 --data.num_samples 10000"
-BARE_LOOP = "-m", "tools.benchmark.steps", "bare"
+BARE_LOOP = "-m", "tools.benchmark.bare_loop"
 PROMPT_TOKENS = 32
 # From nanoGPT's README.
 RECIPE_FOR_A_CPU = f"""--compile=False --dtype=float32 --eval_iters=20 --batch_size=12 {Shape(4, 4, 128, 64).recipe()}
@@ -39,17 +38,17 @@ def throughput(options: Namespace) -> Iterator[Group]:
     # A processor without bfloat16 arithmetic takes twenty times as long.
     precisions = ("float32", "bfloat16") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("float32",)
     for shape, batch, log_every in (Shape(4, 4, 128, 64), 12, 20), (Shape(6, 6, 384, 256), 16, 3):
-        settings = f"{RANDOM} {WITHOUT_WANDB} {shape.settings()} {programs.speed_settings(log_every)}"
-        settings += f" --model.mlp gelu_erf --model.vocab_size 65 --micro_batch_size {batch}"
-        recipe = f"{RECIPE_FOR_A_CPU} {shape.recipe()} {programs.speed_recipe(log_every)} --batch_size={batch}"
         our_cases, peer_cases, baselines = {}, {}, {}
         for precision, compiled in product(precisions, (False, True)):
             label, env = f"{precision}{', compiled' if compiled else ''}", BF16 if precision == "bfloat16" else {}
-            our_cases[f"ours, {label}"] = ours(options, f"{settings} --compile {compiled}", env=env).train
+            settings, recipe = (
+                f"--model.vocab_size 65 --compile {compiled}",
+                f"--dtype={precision} --compile={compiled}",
+            )
+            our_cases[f"ours, {label}"] = programs.our_speed(options, shape, batch, log_every, settings, env)
             baselines[f"ours, {label}"] = list(dict.fromkeys((f"{PEER}, {label}", f"{PEER}, float32")))
             if options.nanogpt:
-                own = f"{recipe} --dtype={precision} --compile={compiled}"
-                peer_cases[f"{PEER}, {label}"] = lambda own=own: nanogpt(options, own, vocab_size=65).train()
+                peer_cases[f"{PEER}, {label}"] = programs.nanogpts_speed(options, shape, batch, log_every, 65, recipe)
         name = f"{shape.layers} x {shape.width}, context {shape.context}, batch {batch}"
         yield name, our_cases | peer_cases, baselines
 
@@ -90,24 +89,25 @@ def overhead(options: Namespace) -> Iterator[Group]:
 
 
 def memory(options: Namespace) -> Iterator[Group]:
-    """Peak memory (beyond the imports') and time of a step of 2,048 tokens with a vocabulary of 50,257."""
-    settings = f"{RANDOM} {Shape(4, 4, 256, 256).settings()} --model.mlp gelu_erf --model.vocab_size 50257"
-    settings += " --steps 4 --optimizer.lr 1e-3"
+    """Peak memory of the process, and time of a step of 2,048 tokens with a vocabulary of 50,257."""
+    shape, vocab_size = Shape(4, 4, 256, 256), 50257
     variants = {
         "logits at once": "--chunked_loss false",
         "loss in chunks": "--chunked_loss true",
         "loss in chunks, activation checkpointing": "--chunked_loss true --activation_checkpointing true",
     }
-
-    cases = {name: programs.steps(options, "bare", f"{settings} {own}") for name, own in variants.items()}
+    cases = {
+        name: programs.our_speed(options, shape, 8, 1, f"--model.vocab_size {vocab_size} {own}")
+        for name, own in variants.items()
+    }
     if options.nanogpt:
-        cases[PEER] = programs.steps(options, str(options.nanogpt.resolve()), settings)
+        cases[PEER] = programs.nanogpts_speed(options, shape, 8, 1, vocab_size, "--dtype=float32 --compile=False")
     yield "a step of 2,048 tokens", cases, dict.fromkeys(variants, [PEER])
 
 
 def exactness(options: Namespace) -> Iterator[Group]:
     """Time and memory of `--exact true`: 11 million parameters, 8 micro-batches in each process, one thread each."""
-    settings = f"{RANDOM} {WITHOUT_WANDB} {Shape(6, 6, 384, 64).settings()} {programs.speed_settings(2)}"
+    settings = f"{RANDOM} {Shape(6, 6, 384, 64).settings()} {programs.speed_settings(2)}"
     settings += " --micro_batch_size 1 --model.vocab_size 512"
     for processes in (1, 2):
         cases: dict[str, Case] = {}
@@ -124,7 +124,7 @@ def checkpoint_stall(options: Namespace) -> Iterator[Group]:
     imports and allocates.
     """
     every = 20
-    settings = f"{RANDOM} {WITHOUT_WANDB} {Shape(12, 12, 768, 64).settings()} --model.tie_embeddings false"
+    settings = f"{RANDOM} {Shape(12, 12, 768, 64).settings()} --model.tie_embeddings false"
     settings += f" --micro_batch_size 1 --steps {3 * every} --tracking.log_every 1 --checkpoint.every {every}"
 
     def case(asynchronous: bool) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""Benchmark cases on one GPU: training steps, and whole trainings by train.py and nanoGPT.
-
-A step of `gpu` and `cuda_graph` is that of a GPT-2 shape in bfloat16 on random tokens in device memory. FLOP/s are
-compared with those of a bfloat16 product of large matrices and with the data sheet (MFU).
+"""Benchmark cases on one GPU, in bfloat16: train.py and nanoGPT's train.py.
 
 --quick runs everything in miniature, without a GPU uncompiled and without CUDA graphs.
 """
@@ -12,75 +9,89 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from config.parser import parse_config
+from model.gpt import build_on_meta_device
 from tools.benchmark import programs
-from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, Shape, nanogpt, ours, train_to_loss
+from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, Shape, train_to_loss
 from tools.benchmark.tables import ROOT
+from training.throughput import peak_bf16_flops
 
 ON_GPU = torch.cuda.is_available()
 
-# Steps
+# Speed
 
-GRAPH, EAGER, MUON = "--cuda_graph true", "--compile false", "--optimizer.name muon"
-SETTINGS = {"ours": "", "whole_loss": "--chunked_loss false", "graph": GRAPH, "uncompiled": EAGER, "muon": MUON}
-SETTINGS |= {"uncompiled, graph": f"{EAGER} {GRAPH}", "muon, graph": f"{MUON} {GRAPH}"}
+WAYS = {
+    "compiled": "--compile true",
+    "compiled, graph": "--compile true --cuda_graph true",
+    "uncompiled": "--compile false",
+    "uncompiled, graph": "--compile false --cuda_graph true",
+    "muon": "--compile true --optimizer.name muon",
+    "muon, graph": "--compile true --optimizer.name muon --cuda_graph true",
+    "whole loss": "--compile true --chunked_loss false",
+}
 GPT2_124M, GPT_1B, CHAR_11M = Shape(12, 12, 768, 1024), Shape(24, 16, 2048, 1024), Shape(6, 6, 384, 256)
 
 
-class Steps(NamedTuple):
-    """A group: a shape, and its variants, which are compared."""
+class Speed(NamedTuple):
+    """A group: a shape that is trained in several ways, in batches of `batch` sequences."""
 
     shape: Shape
     batch: int
-    variants: list[str]
-    steps: int = 60
-    """Of which the second half is measured."""
-    settings: str = "--model.vocab_size 50304 --model.dropout 0"
-    attention: str = ""
-    """Kernel of attention."""
+    ways: list[str]
+    log_every: int
+    vocab_size: int = 50304  # of GPT-2, padded to a multiple of 64
+    dropout: float = 0.0
+    settings: str = ""
 
 
 LARGE_MODELS = {  # the most interesting first
-    "124m_1024": Steps(GPT2_124M, 32, ["ours", PEER, "whole_loss"]),
-    "1.3b_4096": Steps(GPT_1B._replace(context=4096), 4, ["ours", PEER]),
-    "124m_1024_flash": Steps(GPT2_124M, 32, ["ours"], attention="FLASH"),
-    "124m_1024_cudnn": Steps(GPT2_124M, 32, ["ours"], attention="CUDNN"),
-    "124m_1024_efficient": Steps(GPT2_124M, 32, ["ours"], attention="EFFICIENT"),
-    "124m_4096": Steps(GPT2_124M._replace(context=4096), 8, ["ours", PEER]),
-    "1.3b_1024": Steps(GPT_1B, 16, ["ours", PEER]),
+    "124m_1024": Speed(GPT2_124M, 32, ["compiled", PEER, "whole loss"], 10),
+    "1.3b_4096": Speed(GPT_1B._replace(context=4096), 4, ["compiled", PEER], 3),
+    "124m_4096": Speed(GPT2_124M._replace(context=4096), 8, ["compiled", PEER], 10),
+    "1.3b_1024": Speed(GPT_1B, 16, ["compiled", PEER], 3),
 }
-BYTES = "--model.vocab_size 256 --model.dropout 0.2"
-ALL_BUT_WHOLE_LOSS = [*(name for name in SETTINGS if name != "whole_loss"), PEER]
-SMALL_STEPS = {
-    "11m_256": Steps(CHAR_11M, 64, ALL_BUT_WHOLE_LOSS, 400, BYTES),
-    "11m_256_4_parts": Steps(CHAR_11M, 16, ["ours", "graph"], 400, f"{BYTES} --global_batch_size 64"),
-    "stories_128": Steps(Shape(2, 4, 128, 128), 32, ["ours", "graph"], 400, "--model.vocab_size 266 --model.dropout 0"),
-    **{f"124m_1024_{batch}": Steps(GPT2_124M, batch, ["ours", "graph", PEER], 100) for batch in (8, 16, 32)},
+WITH_AND_WITHOUT = ["compiled", "compiled, graph"]
+SMALL_MODELS = {
+    "11m_256": Speed(CHAR_11M, 64, [way for way in WAYS if way != "whole loss"] + [PEER], 50, 256, 0.2),
+    "11m_256_4_parts": Speed(CHAR_11M, 16, WITH_AND_WITHOUT, 50, 256, 0.2, "--global_batch_size 64"),
+    "stories_128": Speed(Shape(2, 4, 128, 128), 32, WITH_AND_WITHOUT, 50, 266),
+    **{f"124m_1024_{batch}": Speed(GPT2_124M, batch, [*WITH_AND_WITHOUT, PEER], 10) for batch in (8, 16, 32, 64)},
 }
 
 
-def measure_steps(groups: dict[str, Steps], options: Namespace) -> Iterator[Group]:
-    """Yield the groups; each variant is compared with nanoGPT and with the default settings."""
-    for name, group in groups.items():
-        settings = f"--config configs/random_tokens.yaml {group.shape.settings()} --micro_batch_size {group.batch}"
-        settings += f" {group.settings} --tf32 true --optimizer.lr 1e-4 --compile true --tracking.log_every 1000"
-        settings += f" --steps {2 if options.quick else group.steps}"
-        env = BF16 | ({"ATTENTION": group.attention} if group.attention else {})
-        cases: dict[str, Case] = {
-            "a large product": programs.steps(options, "product", "64" if options.quick else "8192")
-        }
-        for variant in group.variants:
-            if variant == PEER and options.nanogpt:
-                cases[variant] = programs.steps(options, str(options.nanogpt.resolve()), settings, env)
-            elif variant != PEER and (ON_GPU or "cuda_graph" not in SETTINGS[variant]):
-                cases[variant] = programs.steps(options, "train", f"{settings} {SETTINGS[variant]}", env)
-        yield name, cases, {variant: [PEER, "ours"] for variant in group.variants if variant != PEER}
+def speed(groups: dict[str, Speed], options: Namespace) -> Iterator[Group]:
+    """Yield the groups; each way is compared with nanoGPT and with the compiled model."""
+    for name, (shape, batch, ways, log_every, vocab_size, dropout, more) in groups.items():
+        if options.quick:
+            batch, log_every, vocab_size = 4, 1, 256
+        profiled = f"--profile [{log_every + 1},{log_every + 1}]"  # in the warm-up, which is not measured
+        settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true {profiled} {more}"
+        config = parse_config(f"{shape.settings()} {settings}".split())
+        flops_per_token = build_on_meta_device(config.model).flops_per_token(shape.context)
+        cases: dict[str, Case] = {}
+        for way in ways:
+            if way == PEER and options.nanogpt:
+                recipe = f"--dropout={dropout} --dtype=bfloat16"
+                cases[way] = programs.nanogpts_speed(options, shape, batch, log_every, vocab_size, recipe)
+            elif way != PEER and (ON_GPU or "graph" not in way):
+                cases[way] = programs.our_speed(options, shape, batch, log_every, f"{settings} {WAYS[way]}", BF16)
+        cases = {way: partial(with_mfu, case, flops_per_token) for way, case in cases.items()}
+        yield name, cases, {way: [PEER, "compiled"] for way in ways if way != PEER}
 
 
-gpu, cuda_graph = partial(measure_steps, LARGE_MODELS), partial(measure_steps, SMALL_STEPS)
+def with_mfu(case: Case, flops_per_token: float) -> dict[str, Any]:
+    """Return the figures of a case, with the fraction of the GPU's peak in its data sheet where that is known."""
+    figures = case()
+    if ON_GPU and (peak := peak_bf16_flops(torch.device("cuda"))):
+        figures["mfu"] = figures["tokens_per_second"] * flops_per_token / peak
+    return figures
+
+
+gpu, cuda_graph = partial(speed, LARGE_MODELS), partial(speed, SMALL_MODELS)
 
 # Whole trainings
 
@@ -101,39 +112,17 @@ RECIPES = {
 # For --quick.
 SHORT = """--steps 11 --schedule.warmup_steps 0 --schedule.decay_steps 5 --evaluation.every 5 --tracking.log_every 1
     --micro_batch_size 4 --global_batch_size 4"""
-WAYS = {  # to launch kernels
-    ("compiled" if compiled else "uncompiled") + ", graph" * graph: f"--compile {compiled} --cuda_graph {graph}"
-    for compiled in (True, False)
-    for graph in ((False, True) if ON_GPU else (False,))
-}
-
-
-def small_programs(options: Namespace) -> Iterator[Group]:
-    """Tokens/s of the whole train.py on random bytes, and the seconds to its first log line."""
-    log_every = 1 if options.quick else 50
-    settings = f"{CHAR} --data.source random --data.num_samples 10000 --evaluation.num_samples 1 --model.vocab_size 256"
-    settings += f" {programs.speed_settings(log_every)} --schedule.warmup_steps {log_every}"
-    cases: dict[str, Case] = {
-        f"ours, {name}": ours(options, f"{settings} {way}", env=BF16).train for name, way in WAYS.items()
-    }
-    if options.nanogpt:
-        recipe = f"{programs.speed_recipe(log_every)} --dtype=bfloat16"
-        cases[PEER] = lambda: nanogpt(options, recipe, vocab_size=256).train()
-    yield "11M, 64 x 256", cases, dict.fromkeys(cases, [PEER])
 
 
 def small_to_loss(options: Namespace) -> Iterator[Group]:
     """Seconds from launch to 1.47 nats/character on --text, another seed in each round of ours."""
     target, short = (math.inf, SHORT) if options.quick else (1.47, "")
     for recipe, own in RECIPES.items():
-        cases = {
-            name: train_to_loss(options, f"{CHAR} {own} {way} {short}", target, BF16)
-            for name, way in WAYS.items()
-            if ("graph" in name) == ON_GPU
-        }
+        ways = ("compiled, graph", "uncompiled, graph") if ON_GPU else ("compiled", "uncompiled")
+        cases = {way: train_to_loss(options, f"{CHAR} {own} {WAYS[way]} {short}", target, BF16) for way in ways}
         yield recipe, cases, {}
     if options.nanogpt:
-        yield PEER, {PEER: lambda: nanogpt(options, "--dtype=bfloat16", on_text=True).train(target)}, {}
+        yield PEER, {PEER: lambda: programs.nanogpt(options, "--dtype=bfloat16", on_text=True).train(target)}, {}
 
 
 def curve(options: Namespace) -> Iterator[Group]:
@@ -152,7 +141,7 @@ def curve(options: Namespace) -> Iterator[Group]:
     if options.quick:
         recipe += " --max_iters=10 --log_interval=1 --eval_interval=5 --batch_size=4 --gradient_accumulation_steps=1"
     if options.nanogpt:
-        peer = partial(nanogpt, options, recipe, "train_gpt2.py", on_text=True, vocab_size=vocab_size)
+        peer = partial(programs.nanogpt, options, recipe, "train_gpt2.py", on_text=True, vocab_size=vocab_size)
         yield PEER, {"124M": lambda: peer().train()}, {}
     settings = f"""--config configs/gpt2_124m.yaml --model.vocab_size {vocab_size} --model.bias false {WITHOUT_WANDB}
         --model.mlp gelu_erf --steps 400 --schedule.warmup_steps 40 --global_batch_size 480 --micro_batch_size 32

@@ -33,13 +33,18 @@ Group = tuple[str, dict[str, Case], dict[str, list[str]]]
 PEER = "nanoGPT"
 INTERVALS, WARM_UP = 8, 2  # numbers of intervals between log lines: measured, and skipped before
 WITHOUT_WANDB = "--tracking.wandb disabled"
+RANDOM = f"""--config configs/random_tokens.yaml --data.num_samples 10000 --model.dropout 0 --model.mlp gelu_erf
+    {WITHOUT_WANDB}"""
 BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-# On a CPU nanoGPT's train.py enters a nullcontext instead of autocast; this removes it, to measure bfloat16.
-RUN_WITH_AUTOCAST = """
+# nanoGPT does not print its memory. On a CPU it enters a nullcontext instead of autocast, which would be float32.
+RUN_NANOGPT = """
+import resource, sys
 from pathlib import Path
 source, found = Path("train.py").read_text(), "nullcontext() if device_type == 'cpu' else "
 assert found in source
-exec(compile(source.replace(found, ""), "train.py", "exec"))
+exec(compile(source.replace(found, "") if "--dtype=bfloat16" in sys.argv else source, "train.py", "exec"))
+peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(f"peak memory: {peak} bytes")
 """
 
 
@@ -98,13 +103,19 @@ class Program(NamedTuple):
         """Train in a temporary folder; return the figures of the log.
 
         Speeds are medians over the intervals between log lines after the warm-up. If there were evaluations, `seconds`
-        and `tokens` are those until the first with a loss of at most `target`, or until the last. `peak_mib` is what
-        train.py logs in metrics.jsonl.
+        and `tokens` are those until the first with a loss of at most `target`, or until the last. Peak memory is that
+        of the process, or on a GPU. Kernels are those of the step that train.py profiles on a GPU.
         """
         with TemporaryDirectory() as folder:
-            logged, evaluations, tokens = read_log(self.run(f"--out_dir={folder}"))
+            lines = self.run(f"--out_dir={folder}")
             rows = [row for file in Path(folder).glob("*/metrics.jsonl") for row in read_rows(file)]
+            kernels = [kernel for file in Path(folder).glob("*/trace-*.json") for kernel in read_kernels(file)]
+        logged, evaluations, tokens = read_log(lines)
+        peaks = [row["perf/peak_memory_bytes"] for row in rows if "perf/peak_memory_bytes" in row]
+        peaks += [int(found[1]) for _, line in lines if (found := re.match(r"peak memory: (\d+) bytes", line))]
         figures: dict[str, Any] = {"start_seconds": min(logged.values())}
+        figures |= {"peak_mib": max(peaks) / 2**20} if peaks else {}
+        figures |= {"kernels": float(len(kernels)), "kernel_milliseconds": sum(kernels)} if kernels else {}
         if intervals := list(pairwise(list(logged.items())[WARM_UP:])):
             step_seconds = statistics.median((end - start) / (to - since) for (since, start), (to, end) in intervals)
             figures |= {"seconds_a_step": step_seconds, "tokens_per_second": tokens / step_seconds}
@@ -112,9 +123,13 @@ class Program(NamedTuple):
             step, seconds, loss = next((each for each in evaluations if each[2] <= target), evaluations[-1])
             figures |= {"seconds": seconds, "val/loss": loss, "curve": evaluations}
             figures |= {"tokens": float(step * tokens)} if tokens else {}
-        if peaks := [row["perf/peak_memory_bytes"] for row in rows if "perf/peak_memory_bytes" in row]:
-            figures["peak_mib"] = max(peaks) / 2**20
         return figures
+
+
+def read_kernels(trace: Path) -> list[float]:
+    """Return the milliseconds of each GPU kernel in a trace of `--profile`."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return [event["dur"] / 1000 for event in events if event.get("cat") == "kernel"]
 
 
 def read_log(lines: list[tuple[float, str]]) -> tuple[dict[int, float], list[tuple[int, float, float]], int]:
@@ -184,16 +199,9 @@ def nanogpt(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.quick:
         recipe += f" {TINY.recipe()} --compile=False"
-    program = ["-c", RUN_WITH_AUTOCAST] if device == "cpu" and "--dtype=bfloat16" in recipe else ["train.py"]
     words = [f"config/{config}", f"--dataset={data}", f"--device={device}", *recipe.split()]
     env = {"OMP_NUM_THREADS": "1"} if options.quick else {}
-    return Program([sys.executable, *program, *words], options.nanogpt.resolve(), env)
-
-
-def steps(options: Namespace, kind: str, settings: str = "", env: Mapping[str, str] = {}) -> Case:
-    """Return a case that measures a training step (tools/benchmark/steps.py)."""
-    program = ours(options, settings, script=("-m", "tools.benchmark.steps", kind), env=env)
-    return lambda: json.loads(program.run()[-1][1])
+    return Program([sys.executable, "-c", RUN_NANOGPT, *words], options.nanogpt.resolve(), env)
 
 
 def speed_settings(log_every: int) -> str:
@@ -203,10 +211,22 @@ def speed_settings(log_every: int) -> str:
     return f"{never} --steps {steps} --tracking.log_every {log_every}"
 
 
-def speed_recipe(log_every: int) -> str:
-    """Return the settings of nanoGPT's train.py for the same steps."""
+def our_speed(
+    options: Namespace, shape: Shape, batch: int, log_every: int, settings: str, env: Mapping[str, str] = {}
+) -> Case:
+    """Return a case that trains train.py on random tokens; `settings` has at least model.vocab_size."""
+    own = f"{RANDOM} {shape.settings()} --micro_batch_size {batch} {speed_settings(log_every)} {settings}"
+    return ours(options, own, env=env).train
+
+
+def nanogpts_speed(
+    options: Namespace, shape: Shape, batch: int, log_every: int, vocab_size: int, recipe: str = ""
+) -> Case:
+    """Return a case that trains nanoGPT's train.py on batches of the same size, by default without dropout."""
     steps = log_every * (WARM_UP + INTERVALS + 1)
-    return f"--eval_interval=1000000 --eval_iters=1 --max_iters={steps} --log_interval={log_every}"
+    own = f"""{shape.recipe()} --batch_size={batch} --dropout=0.0 --max_iters={steps} --log_interval={log_every}
+        --eval_interval=1000000 --eval_iters=1 {recipe}"""
+    return lambda: nanogpt(options, own, vocab_size=vocab_size).train()
 
 
 def train_to_loss(options: Namespace, settings: str, target: float, env: Mapping[str, str] = {}) -> Case:

@@ -25,6 +25,7 @@ from tools import plot
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
+KERNELS = {"kernel_milliseconds": "ms of kernels", "kernels": "kernels"}
 SPEED, SECONDS, LOSS = {"tokens_per_second": "tokens/s"}, {"seconds": "seconds"}, "validation loss, nats/"
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
@@ -36,20 +37,13 @@ TABLES = {  # quantities of a result, and their column headers
     "startup": SECONDS,
     "generation": SPEED,
     "bits": {"digest": "digest"} | SECONDS,
-    "cuda_graph": SPEED
-    | {
-        "flops_per_second": "FLOP/s",
-        "kernel_milliseconds": "ms of kernels",
-        "kernels": "kernels",
-        "peak_gib": "peak, GiB",
-    },
-    "small_programs": SPEED | {"start_seconds": "seconds to the first log line"},
+    "cuda_graph": SPEED | KERNELS | {"peak_mib": "peak, MiB", "start_seconds": "seconds to the first log line"},
     "small_to_loss": SECONDS | {"val/loss": f"{LOSS}character"},
     "tests": {"summary": "summary"},
-    "gpu": SPEED | {"flops_per_second": "FLOP/s", "mfu": "MFU", "peak_gib": "peak, GiB"},
+    "gpu": SPEED | {"mfu": "MFU", "peak_mib": "peak, MiB"},
     "curve": SPEED | {"val/loss": f"last {LOSS}token", "seconds": "seconds from the launch"},
 }
-NO_RATIO = {"val/loss", "flops_per_second", "mfu"}
+NO_RATIO = {"val/loss", "mfu"}
 MANY = 6  # from this number of rounds on, ranges are interquartile
 
 
