@@ -41,10 +41,8 @@ def throughput(options: Namespace) -> Iterator[Group]:
         our_cases, peer_cases, baselines = {}, {}, {}
         for precision, compiled in product(precisions, (False, True)):
             label, env = f"{precision}{', compiled' if compiled else ''}", BF16 if precision == "bfloat16" else {}
-            settings, recipe = (
-                f"--model.vocab_size 65 --compile {compiled}",
-                f"--dtype={precision} --compile={compiled}",
-            )
+            settings = f"--model.vocab_size 65 --compile {compiled}"
+            recipe = f"--dtype={precision} --compile={compiled}"
             our_cases[f"ours, {label}"] = programs.our_speed(options, shape, batch, log_every, settings, env)
             baselines[f"ours, {label}"] = list(dict.fromkeys((f"{PEER}, {label}", f"{PEER}, float32")))
             if options.nanogpt:

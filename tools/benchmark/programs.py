@@ -36,14 +36,15 @@ WITHOUT_WANDB = "--tracking.wandb disabled"
 RANDOM = f"""--config configs/random_tokens.yaml --data.num_samples 10000 --model.dropout 0 --model.mlp gelu_erf
     {WITHOUT_WANDB}"""
 BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-# nanoGPT does not print its memory. On a CPU it enters a nullcontext instead of autocast, which would be float32.
+# nanoGPT does not print its peak memory, and on a CPU it enters a nullcontext instead of autocast to bfloat16.
 RUN_NANOGPT = """
 import resource, sys
 from pathlib import Path
 source, found = Path("train.py").read_text(), "nullcontext() if device_type == 'cpu' else "
 assert found in source
 exec(compile(source.replace(found, "") if "--dtype=bfloat16" in sys.argv else source, "train.py", "exec"))
-peak = torch.cuda.max_memory_allocated() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+peak = torch.cuda.max_memory_allocated() or resident
 print(f"peak memory: {peak} bytes")
 """
 
