@@ -6,7 +6,7 @@ heads, D size of a head, V size of the vocabulary, S keys (the cached positions 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerativeModel, KVCache
-from model.loss import NextTokenLoss, SoftTargets, soft_cap
+from model.loss import NextTokenLoss, soft_cap
 from model.seeds import derive_seed
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, see rope_tables
@@ -169,9 +169,11 @@ class Teacher:
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
         self.model, self.weight, self.temperature = model, weight, temperature
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> SoftTargets:
+    def targets(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
+        """Return the fields of model.loss.Targets that the teacher provides."""
         logits_BTV = self.model(input_ids, attention_mask, position_ids=position_ids).logits
-        return SoftTargets(logits_BTV.flatten(0, 1), self.weight, self.temperature)
+        predictions = {"teacher_NV": logits_BTV.flatten(0, 1), "teacher_weight": self.weight}
+        return predictions | {"temperature": self.temperature}
 
 
 class GPTModel(GenerativeModel):
@@ -306,9 +308,9 @@ class GPTModel(GenerativeModel):
 
         logits, loss = None, None
         if labels is not None:
-            soft_targets = self.teacher and self.teacher(input_ids, attention_mask, position_ids)
+            further = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
             loss, loss_metrics = self.next_token_loss(
-                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, soft_targets
+                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **further
             )
             metrics = loss_metrics | metrics
         if labels is None or logits_to_keep is not None:

@@ -6,7 +6,7 @@ N is the number of positions in a batch (B x T), or in a chunk of it.
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,35 +52,41 @@ def count_targets(labels_BT: Tensor) -> Tensor:
     return (labels_BT[:, 1:] != -100).sum()
 
 
-class SoftTargets(NamedTuple):
-    """What a teacher predicts for the same rows as the targets, see `distilled_loss`."""
+class Targets(NamedTuple):
+    """What each of N positions learns to predict.
 
-    logits_NV: Tensor
-    weight: float
-    temperature: float
+    A fork that trains on a further key of the batch, such as a weight of each token, adds a field, [N, ...], passes it
+    to `NextTokenLoss` and reads it in `objective_of_logits`.
+    """
 
-    def rows(self, first: int, count: int) -> "SoftTargets":
-        """Return the predictions for `count` rows from `first` on."""
-        return self._replace(logits_NV=self.logits_NV[first : first + count])
+    tokens_N: Tensor
+    """int64, -100 where ignored."""
+    teacher_NV: Tensor | None = None
+    """Logits of a teacher."""
+    teacher_weight: float = 0.0
+    temperature: float = 1.0
+
+    def rows(self, first: int, count: int) -> "Targets":
+        """Return the targets of `count` positions from `first` on."""
+        tensors = {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
+        return self._replace(**{name: value[first : first + count] for name, value in tensors.items()})
 
 
-def distilled_loss(
-    logits_NV: Tensor, targets_N: Tensor, config: GPTConfig, soft_targets: SoftTargets | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `loss_of_logits`, mixed with the KL divergence from the teacher's distributions to the model's.
+def objective_of_logits(logits_NV: Tensor, targets: Targets, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute `loss_of_logits`, with a teacher mixed with the KL divergence from its distributions to the model's.
 
-    The objective is (1 - weight) loss + weight temperature^2 KL. Both distributions are at `temperature`; the factor
-    keeps the size of the gradient (Hinton et al. 2015, arXiv:1503.02531, section 2). The metrics are then the loss
+    The objective is then (1 - weight) loss + weight temperature^2 KL. Both distributions are at `temperature`; the
+    factor keeps the size of the gradient (Hinton et al. 2015, arXiv:1503.02531, section 2). The metrics are the loss
     alone and `teacher_kl`, the divergence in nats.
     """
-    loss, metrics = loss_of_logits(logits_NV, targets_N, config)
-    if soft_targets is None:
+    loss, metrics = loss_of_logits(logits_NV, targets.tokens_N, config)
+    if targets.teacher_NV is None:
         return loss, metrics
-    teacher_NV, weight, temperature = soft_targets
-    log_p_NV = (at_least_float32(teacher_NV) / temperature).log_softmax(-1)
+    weight, temperature = targets.teacher_weight, targets.temperature
+    log_p_NV = (at_least_float32(targets.teacher_NV) / temperature).log_softmax(-1)
     log_q_NV = (soft_cap(logits_NV, config.logit_softcap) / temperature).log_softmax(-1)
     divergence_N = F.kl_div(log_q_NV, log_p_NV, log_target=True, reduction="none").sum(-1)
-    divergence = (divergence_N * (targets_N != -100)).sum()
+    divergence = (divergence_N * (targets.tokens_N != -100)).sum()
     objective = (1 - weight) * loss + weight * temperature**2 * divergence
     return objective, {"loss": loss, **metrics, "teacher_kl": divergence}
 
@@ -109,7 +115,7 @@ class NextTokenLoss:
         labels_BT: Tensor,
         num_items_in_batch: Tensor | float | None = None,
         auxiliary: Mapping[str, Tensor] = MappingProxyType({}),
-        soft_targets: SoftTargets | None = None,
+        **further: Any,
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Compute the loss.
 
@@ -119,23 +125,24 @@ class NextTokenLoss:
             labels_BT: int64, unshifted, -100 where ignored.
             num_items_in_batch: divisor of the summed loss; None: the number of targets here.
             auxiliary: terms that are added to the loss of each target, by name, 0-dim.
-            soft_targets: the predictions of a teacher, with N = B x T.
+            further: other fields of Targets, with N = B x T.
 
         Returns:
             loss: 0-dim, at least float32, in nats.
-            metrics: the auxiliary metrics of `distilled_loss` and the terms of `auxiliary` as (sum, number of targets),
-                detached. With such terms, the loss without them is "loss".
+            metrics: the auxiliary metrics of `objective_of_logits` and the terms of `auxiliary` as (sum, number of
+                targets), detached. With such terms, the loss without them is "loss".
         """
         # The target of a position is the next token; the last position of a row has none.
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
+        targets = Targets(targets_N, **further)
         chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
         if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
             # ctx.needs_input_grad is true for a parameter even under no_grad
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()
-            loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets_N, chunk_rows, self, soft_targets)
+            loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets, chunk_rows, self)
         else:
             logits_NV = self.linear(hidden_NC, weight_VC)
-            loss_sum, metrics = distilled_loss(at_least_float32(logits_NV), targets_N, self.config, soft_targets)
+            loss_sum, metrics = objective_of_logits(at_least_float32(logits_NV), targets, self.config)
         num_targets = (targets_N != -100).sum()
         if auxiliary:
             sums = {name: term * num_targets for name, term in auxiliary.items()}
@@ -160,27 +167,22 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def differentiate_loss(
-    logits_NV: Tensor,
-    targets_N: Tensor,
-    config: GPTConfig,
-    needs_gradient: bool,
-    soft_targets: SoftTargets | None = None,
+    logits_NV: Tensor, targets: Targets, config: GPTConfig, needs_gradient: bool
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-    """Return the results of `distilled_loss` and the gradient of the objective, [N, V] in the dtype of the logits.
+    """Return the results of `objective_of_logits` and the gradient of the objective, [N, V] in the dtype of the logits.
 
     The gradient is autograd's, so that it is right for whatever a fork writes in `loss_of_logits`. A closed form for
     cross-entropy was not faster.
 
     Args:
         logits_NV: logits in the dtype of the computation.
-        targets_N: int64, -100 where ignored.
+        targets: of the same positions.
         config: settings of the model.
         needs_gradient: if false, None is returned in place of the gradient.
-        soft_targets: those of a teacher, for the same rows.
     """
 
     def objective(logits_NV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return distilled_loss(at_least_float32(logits_NV), targets_N, config, soft_targets)
+        return objective_of_logits(at_least_float32(logits_NV), targets, config)
 
     if not needs_gradient:
         return *objective(logits_NV), None
@@ -195,7 +197,7 @@ def differentiate_loss(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes `distilled_loss(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
+    """Computes `objective_of_logits(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
     arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them.
@@ -206,10 +208,9 @@ class ChunkedLoss(torch.autograd.Function):
         ctx,
         hidden_NC: Tensor,
         weight_VC: Tensor,
-        targets_N: Tensor,
+        targets: Targets,
         chunk_rows: int,
         loss: NextTokenLoss,
-        soft_targets: SoftTargets | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
@@ -220,11 +221,10 @@ class ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
             weight = weight_VC.to(dtype)
-            chunks = hidden_NC.to(dtype).split(chunk_rows), targets_N.split(chunk_rows), grad_hidden.split(chunk_rows)
-            for index, (hidden, targets, grad_chunk) in enumerate(zip(*chunks, strict=True)):
-                logits = loss.linear(hidden, weight)
-                soft = soft_targets and soft_targets.rows(index * chunk_rows, chunk_rows)
-                loss_sum, sums, grad_logits = loss.differentiate(logits, targets, loss.config, needs_gradient, soft)
+            chunks = hidden_NC.to(dtype).split(chunk_rows), grad_hidden.split(chunk_rows)
+            for index, (hidden, grad_chunk) in enumerate(zip(*chunks, strict=True)):
+                logits, own_targets = loss.linear(hidden, weight), targets.rows(index * chunk_rows, chunk_rows)
+                loss_sum, sums, grad_logits = loss.differentiate(logits, own_targets, loss.config, needs_gradient)
                 total += loss_sum
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
                 if grad_logits is not None and grad_weight is not None:
@@ -245,4 +245,4 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # grad_weight in place, because it may be the largest tensor of the step; a second backward raises an error.
-        return grad_hidden * grad_loss, grad_weight.mul_(grad_loss).to(ctx.weight_dtype), *[None] * 4
+        return grad_hidden * grad_loss, grad_weight.mul_(grad_loss).to(ctx.weight_dtype), *[None] * 3

@@ -29,7 +29,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from config.parser import parse_config  # noqa: E402
 from model.gpt import Block  # noqa: E402
-from model.loss import differentiate_loss  # noqa: E402
+from model.loss import Targets, differentiate_loss  # noqa: E402
 
 H100 = GPUTarget("cuda", 90, 32)
 ROWS = 4096  # of a chunk of logits
@@ -120,7 +120,7 @@ def main() -> None:
     counts["forward"] = len(kernels)
     out.sum().backward()
     counts["backward"] = len(kernels) - sum(counts.values())
-    torch.compile(differentiate_loss)(logits, targets, config, needs_gradient=True)
+    torch.compile(differentiate_loss)(logits, Targets(targets), config, needs_gradient=True)
     counts["loss"] = len(kernels) - sum(counts.values())
     called = Counter(re.findall(r"(?:extern_kernels|torch\.ops)\.[\w.]+(?=\()", "\n".join(code)))
     failed = [name for name, source in kernels if not compiles(name, source)]

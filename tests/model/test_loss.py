@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import NextTokenLoss, SoftTargets, differentiate_loss, distilled_loss, rows_per_chunk, soft_cap
+from model.loss import NextTokenLoss, Targets, differentiate_loss, objective_of_logits, rows_per_chunk, soft_cap
 from tests.training.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
@@ -86,7 +86,7 @@ def test_compiled_chunked_loss_equals_whole_loss(fork, backend, monkeypatch):
     torch.compiler.reset()
 
 
-def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False, soft_targets=None):
+def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False, **teacher):
     """Compare the values and gradients of the whole and the chunked loss, where `loss_of_logits` is a fork's."""
     monkeypatch.setattr(model.loss, "loss_of_logits", FORKS[fork])
     labels, results = make_labels(), []
@@ -95,11 +95,11 @@ def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False, soft
         loss_function = NextTokenLoss(config, chunked)
         if chunked and compile:
             loss_function.compile()
-        loss, metrics = loss_function(hidden, weight, labels, num_items, soft_targets=soft_targets)
+        loss, metrics = loss_function(hidden, weight, labels, num_items, **teacher)
         (3 * loss).backward()
         results.append((loss, hidden.grad, weight.grad, *(number for pair in metrics.values() for number in pair)))
-        names = ["loss"] * (fork == "z_loss" or soft_targets is not None)
-        names += ["z_loss"] * (fork == "z_loss") + ["teacher_kl"] * (soft_targets is not None)
+        names = ["loss"] * (fork == "z_loss" or len(teacher) > 0)
+        names += ["z_loss"] * (fork == "z_loss") + ["teacher_kl"] * (len(teacher) > 0)
         assert list(metrics) == names
         assert not any(value.requires_grad for value, _ in metrics.values())
     for whole, chunked in zip(*results, strict=True):
@@ -112,21 +112,21 @@ def check_chunked_loss(fork, config, num_items, monkeypatch, compile=False, soft
 def test_chunked_distillation_equals_whole_loss(fork, chunk_rows, monkeypatch):
     monkeypatch.setattr(model.loss, "CHUNK_BYTES", {"cpu": 4 * 37 * chunk_rows})
     monkeypatch.setattr(model.loss, "MIN_CHUNK_ROWS", 1)
-    soft_targets = SoftTargets(leaf(27, 37, dtype=torch.float64, seed=3).detach(), 0.7, 2.0)
-    check_chunked_loss(fork, GPTConfig(logit_softcap=2.0), None, monkeypatch, soft_targets=soft_targets)
+    teacher = {"teacher_NV": leaf(27, 37, dtype=torch.float64, seed=3).detach(), "teacher_weight": 0.7}
+    check_chunked_loss(fork, GPTConfig(logit_softcap=2.0), None, monkeypatch, **teacher, temperature=2.0)
 
 
 def test_divergence_from_own_capped_logits_is_zero():
     logits, targets, config = leaf(27, 37), make_labels().flatten(), GPTConfig(logit_softcap=2.0)
     for temperature, teacher in ((1.0, soft_cap(logits, 2.0)), (3.0, soft_cap(logits, 2.0)), (1.0, logits)):
-        divergence = distilled_loss(logits, targets, config, SoftTargets(teacher, 0.5, temperature))[1]["teacher_kl"]
+        divergence = objective_of_logits(logits, Targets(targets, teacher, 0.5, temperature), config)[1]["teacher_kl"]
         assert (abs(divergence.item()) < 1e-5) == (teacher is not logits)
 
 
 def test_compiled_distillation_equals_uncompiled():
     compiled = torch.compile(differentiate_loss, backend="aot_eager", fullgraph=True)
-    logits, targets = leaf(27, 37).detach(), make_labels().flatten()
-    arguments = logits, targets, GPTConfig(), True, SoftTargets(leaf(27, 37, seed=3).detach(), 0.7, 2.0)
+    logits, targets = leaf(27, 37).detach(), Targets(make_labels().flatten(), leaf(27, 37, seed=3).detach(), 0.7, 2.0)
+    arguments = logits, targets, GPTConfig(), True
     for ours, theirs in zip(compiled(*arguments), differentiate_loss(*arguments), strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.compiler.reset()
@@ -201,7 +201,7 @@ def test_chunk_compiles_to_one_graph(backend, softcap):
         logits = leaf(rows, 37).detach()
         targets = torch.randint(37, (rows,), generator=torch.Generator().manual_seed(1))
         targets[2:4] = -100
-        arguments = logits, targets, GPTConfig(logit_softcap=softcap), True
+        arguments = logits, Targets(targets), GPTConfig(logit_softcap=softcap), True
         (loss, _, gradient), (expected_loss, _, expected) = (f(*arguments) for f in (compiled, differentiate_loss))
         torch.testing.assert_close(loss, expected_loss)
         torch.testing.assert_close(gradient, expected)
