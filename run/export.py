@@ -16,6 +16,7 @@ from config.paths import expand_user_path
 from data.chat_template import ChatTemplate
 from data.files import copy_folder_permissions
 from data.integrity import read_metadata
+from model.gpt import GPTModel
 from model.hf import to_transformers
 from run.load import (
     LoadedModel,
@@ -28,7 +29,7 @@ from run.load import (
 from run.settings import ExportConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CARD = """---
 library_name: transformers
@@ -127,7 +128,10 @@ def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path
 
 
 def write_model(folder: Path, loaded: LoadedModel) -> None:
-    """Write the weights, the configs and the tokenizer; raise ConfigError if transformers has no such model."""
+    """Write the weights, the configs and the tokenizer.
+
+    Raise ConfigError if transformers has no such model, or its model computes other logits.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -135,6 +139,7 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
         hf_model = to_transformers(loaded.model)
     except ValueError as error:
         raise ConfigError(f"run: {error}") from None
+    check_same_logits(loaded.model, hf_model)
     if (tokenizer := loaded.tokenizer) is not None:
         prepare_tokenizer(tokenizer, loaded)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -153,6 +158,21 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
             copy_folder_permissions(file)
     except Exception as error:  # on a full disk tokenizers and safetensors raise types of their own
         raise OSError(str(error)) from None
+
+
+@torch.no_grad()
+def check_same_logits(model: GPTModel, hf_model: "PreTrainedModel") -> None:
+    """Raise ConfigError if both compute other logits, as after an edit in model/ that no setting describes."""
+    length, vocab_size = min(64, model.config.max_position_embeddings), hf_model.config.vocab_size
+    tokens = torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(hf_model.device)
+    ours, theirs = model(tokens).logits, hf_model(tokens).logits
+    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    if difference > (1e-3 if ours.dtype == torch.float32 else 0.05) * largest:
+        family = hf_model.config.model_type
+        raise ConfigError(
+            f"run: its logits differ by up to {difference:.2g} from those of transformers' {family}, which are at most "
+            f"{largest:.2g}: model/ has been edited, and no model of transformers computes the same"
+        )
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import ConfigError, RunError
 from config.schema import DataConfig, TrainConfig
+from model.gpt import MLP
 from run import export
 from run.export import ExportConfig
 from run.load import LoadedModel, load_run
@@ -21,6 +22,7 @@ from tests.data.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}
+forward = MLP.forward
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -221,6 +223,15 @@ def test_export_refuses_model_outside_transformers(runs, tmp_path):
     with pytest.raises(ConfigError, match="gpt2: model.mlp is relu2, not gelu\n"):
         exported(tmp_path / "odd", tmp_path / "out")
     assert not list(tmp_path.glob("out*")), "nothing is left behind"
+
+
+@every_family
+def test_export_refuses_model_edited_in_place(family, runs, tmp_path, monkeypatch):
+    """An edit without a setting, which changes what the same weights compute."""
+    monkeypatch.setattr(MLP, "forward", lambda self, x: 1.1 * forward(self, x))
+    with pytest.raises(ConfigError, match=f"logits differ by up to .* from those of transformers' {family}"):
+        exported(runs / family, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_exported_files_have_equal_permissions(runs, tmp_path):
