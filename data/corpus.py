@@ -35,7 +35,8 @@ class Corpus:
     train: SampleDataset
     validation: SampleDataset | None
     """None for source text without evaluations. The dataset may have the attributes `entropy_nats` (the lowest expected
-    loss of any model, in nats summed over all targets) and `num_bytes` (size of its text, for bits per byte)."""
+    loss of any model, in nats summed over all targets), `num_bytes` (size of their text, for bits per byte) and
+    `num_targets`: if other tokens are targets, the former two are not used."""
     tokenizer: Tokenizer | None
     """None for random tokens."""
     vocab_size: int

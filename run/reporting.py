@@ -1,6 +1,7 @@
 """Log metrics and texts to the run directory, the screen and a tracker."""
 
 import os
+import re
 import sys
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -16,8 +17,8 @@ from run.trackers import start_tracker
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
-# Prefixes of metrics that the line of an evaluation does not show as `name = value`; metrics.jsonl has them all.
-NOT_SHOWN = (*TRAINING, "state/", "layers/", "val/excess_loss", "val/bytes")
+# Metrics that the line of an evaluation does not show as `name = value`; metrics.jsonl has them all.
+NOT_SHOWN = re.compile(r"(train|perf|state|layers)/|\w+/(excess_loss|bytes$)")
 FORMATS = {"train/lr": ".3g", "train/grad_norm": ".3f", "train/skipped": "d"}
 FORMATS |= {"perf/tokens_per_second": ",.0f", "perf/mfu": ".1%"}
 SHORT_NAMES = {"perf/tokens_per_second": "tokens/s"}
@@ -65,7 +66,7 @@ class Reporter(AbstractContextManager):
             self.tracker.log(step, metrics)
         if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
             self._show_training(step, training)
-        shown = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
+        shown = {name: value for name, value in metrics.items() if not NOT_SHOWN.match(name)}
         if parts := [f"{name} = {format_metric(name, value)}" for name, value in shown.items()]:
             if (excess := metrics.get("val/excess_loss")) is not None:
                 entropy = metrics["val/entropy"]

@@ -11,12 +11,16 @@ from distributed.collectives import all_gather
 from distributed.sharding import reshard
 from model.loss import count_targets
 from training.generations import unsharded
-from training.results import NonFiniteError, fill_slots, mean, sum_dtype
+from training.results import NonFiniteError, exact_sum, fill_slots, mean, sum_dtype
 
 
 @torch.no_grad()
-def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelerator) -> dict[str, float]:
+def evaluate(
+    model, corpus: Corpus, micro_batch_size: int, accelerator: Accelerator, name: str = "val"
+) -> dict[str, float]:
     """Evaluate the model on the whole validation set; called by all processes together.
+
+    To evaluate on another set, pass `dataclasses.replace(corpus, validation=OTHER)` and its `name`.
 
     The set is split into the same batches for any number of processes W; process r evaluates batches r, r + W, ....
     The sums of all batches are gathered and added with exact rounding, so the result does not depend on W.
@@ -30,7 +34,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
     validation, score = corpus.validation, corpus.score_logits
     assert validation is not None, "evaluation.every is set"
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    starts, names, rows = range(0, len(validation), micro_batch_size), [], []
+    starts, keys, rows = range(0, len(validation), micro_batch_size), [], []
     model.eval()
     network = unsharded(accelerator.unwrap_model(model)).eval() if corpus.score_model else None
     for first in range(0, len(starts), num_processes):
@@ -39,7 +43,7 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
         index = first + rank
         start = starts[index] if index < len(starts) else 0
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
-        batch = {name: tensor.to(accelerator.device) for name, tensor in samples.items()}
+        batch = {key: tensor.to(accelerator.device) for key, tensor in samples.items()}
         logits_to_keep = 0 if score else None  # 0 is all of them
         logits, loss_sum, auxiliary = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
         sums = {"loss": (loss_sum, count_targets(batch["labels"])), **auxiliary}
@@ -48,23 +52,24 @@ def evaluate(model, corpus: Corpus, micro_batch_size: int, accelerator: Accelera
             # The compiler would need seconds for shapes that no training step has.
             with torch.compiler.set_stance("force_eager"), accelerator.autocast():
                 sums |= corpus.score_model(network, batch)
-        names, values = list(sums), [value for pair in sums.values() for value in pair]
+        keys, values = list(sums), [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
     reshard(model)
     model.train()
     columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # sums and counts of each name, by batch
-    totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))
-    metrics = {f"val/{name}": mean(sums, counts) for name, (sums, counts) in totals.items()}
-    metrics["val/perplexity"] = math.exp(min(metrics["val/loss"], 700))
+    totals = dict(zip(keys, zip(columns[::2], columns[1::2], strict=True), strict=True))
+    metrics = {key: mean(sums, counts) for key, (sums, counts) in totals.items()}
+    metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
     loss_sums, target_counts = totals["loss"]
-    if (entropy_nats := getattr(validation, "entropy_nats", None)) is not None:
-        metrics["val/entropy"] = mean([entropy_nats], target_counts)
-        metrics["val/excess_loss"] = metrics["val/loss"] - metrics["val/entropy"]
-    if num_bytes := getattr(validation, "num_bytes", None):
-        metrics["val/bits_per_byte"] = mean(loss_sums, [num_bytes]) / math.log(2)
-        metrics["val/bytes"] = num_bytes
-    return metrics
+    if getattr(validation, "num_targets", None) in (None, exact_sum(target_counts)):  # else these are of other targets
+        if (entropy_nats := getattr(validation, "entropy_nats", None)) is not None:
+            metrics["entropy"] = mean([entropy_nats], target_counts)
+            metrics["excess_loss"] = metrics["loss"] - metrics["entropy"]
+        if num_bytes := getattr(validation, "num_bytes", None):
+            metrics["bits_per_byte"] = mean(loss_sums, [num_bytes]) / math.log(2)
+            metrics["bytes"] = num_bytes
+    return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 def check_finite_val_loss(metrics: dict[str, float | None], step: int) -> None:

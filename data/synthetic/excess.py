@@ -25,11 +25,16 @@ def build_excess_loss_score(
     tokens, kinds = list(generator.vocabulary), generator.kinds
 
     @functools.lru_cache(NUM_CACHED_ROWS)
-    def explain(story: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return -log P by the grammar in nats and the index of the kind, for each token of a story and its end."""
-        explained = generator.grammar.explain("".join(tokens[token] for token in story))
-        if explained is None:  # a fork's row that is not one whole story has no known entropy
-            return np.full(len(story) + 1, math.nan), np.zeros(len(story) + 1, dtype=np.int64)
+    def explain(story: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return -log P by the grammar in nats and the index of the kind, for each token of a story and its end.
+
+        Return None if the targets of a row, as of a fork, are not one whole story: their entropy is unknown.
+        """
+        explained = None
+        if -100 not in story:
+            explained = generator.grammar.explain("".join(tokens[token] for token in story))
+        if explained is None:
+            return None
         # The end of a story has probability 1: no other story begins with this one.
         nats = [*(token.nats for token in explained), 0.0]
         kind_indices = [*(kinds.index(generator.kind(token)) for token in explained), kinds.index("endings")]
@@ -43,7 +48,10 @@ def build_excess_loss_score(
         is_target, rows = targets != -100, targets.long().tolist()
         lengths = is_target.sum(1).tolist()
         explained = [explain(tuple(row[: length - 1])) for row, length in zip(rows, lengths, strict=True)]
-        nats, kind_indices = (np.concatenate(arrays) for arrays in zip(*explained, strict=True))
+        known = [row for row in explained if row is not None]
+        if len(known) < len(explained):
+            return {f"excess_loss/{kind}": (math.nan, sum(lengths)) for kind in kinds}
+        nats, kind_indices = (np.concatenate(arrays) for arrays in zip(*known, strict=True))
         sums = np.bincount(kind_indices, losses.double()[is_target].numpy() - nats, len(kinds))
         return {f"excess_loss/{kind}": (total, len(nats)) for kind, total in zip(kinds, sums.tolist(), strict=True)}
 

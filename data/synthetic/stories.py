@@ -280,6 +280,13 @@ class StoriesDataset(Dataset):
         return -math.fsum(log_probability(self._draw(index)[1]) for index in range(self.num_stories))
 
     @functools.cached_property
+    def num_targets(self) -> int:
+        """The tokens of these stories, each with its end."""
+        return sum(
+            1 + sum(len(self.encode(words)) // 8 for words in self._draw(index)[0]) for index in range(self.num_stories)
+        )
+
+    @functools.cached_property
     def num_bytes(self) -> int:
         """The UTF-8 bytes of these stories, without the end-of-text tokens."""
         return sum(len(self.text(index).encode()) for index in range(self.num_stories))

@@ -12,11 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from config.schema import TrainConfig
+from data.corpus import load_corpus
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
 from data.synthetic.stories import StoriesDataset, StoryGenerator, get_story_generator
 from data.synthetic.world import MAX_FACTS, THINGS, World
+from model.config import GPTConfig
+from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, metrics, train
+from training import evaluation
 
 SEQ_LEN = 96  # as in configs/stories.yaml
 FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]
@@ -180,6 +185,33 @@ def test_excess_loss_by_kind_sums_to_excess_loss(facts):
     assert {count for _, count in sums.values()} == {(batch["labels"][:, 1:] != -100).sum().item()}
     total = math.fsum(total for total, _ in sums.values())
     assert total == pytest.approx(losses.double().sum().item() - dataset.entropy_nats, rel=1e-9)
+
+
+@pytest.mark.parametrize("masked", [None, "targets", "labels"])
+def test_entropy_of_other_targets_is_not_reported(masked, monkeypatch):
+    """A fork in which the first tokens are no targets: by the labels of its dataset, or in the model and the count."""
+    corpus = load_corpus(TrainConfig.from_flat({"evaluation.every": 1, "evaluation.num_samples": 6}))
+    network = GPTModel(GPTConfig(vocab_size=corpus.vocab_size)).eval()
+    if masked == "labels":
+        make = StoriesDataset.arrays
+
+        def arrays(self, indices):
+            rows = make(self, indices)
+            rows["labels"][:, 2:5] = -100
+            return rows
+
+        monkeypatch.setattr(StoriesDataset, "arrays", arrays)
+    if masked == "targets":
+        monkeypatch.setattr(evaluation, "count_targets", lambda labels: (labels[:, 5:] != -100).sum())
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    metrics = evaluation.evaluate(network, corpus, 4, accelerator, "other")
+    kinds = [value for name, value in metrics.items() if name.startswith("other/excess_loss/")]
+    assert len(kinds) == 4 and "other/loss" in metrics
+    if masked is None:
+        assert sum(kinds) == pytest.approx(metrics["other/loss"] - metrics["other/entropy"], rel=1e-6)
+    else:
+        assert not {"other/entropy", "other/excess_loss", "other/bits_per_byte", "other/bytes"} & metrics.keys()
+        assert all(map(math.isnan, kinds)) == (masked == "labels")
 
 
 def test_run_reports_kinds_and_refuses_changed_world(runs):
