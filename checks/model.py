@@ -69,13 +69,17 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
 
 @torch.no_grad()
 def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
-    """Compare the logits of one forward with those of three cached ones: a prompt, several tokens and one token."""
+    """Compare the logits of one forward with those of cached ones: a prompt, several tokens and one token.
+
+    The prompt is one token, from which a text without a prompt is generated, and half of the sequence.
+    """
     model = build_perturbed(config.replace(vocab_size=64))
-    input_ids = torch.randint(64, (1, seq_len))
-    cache = [KVCache(seq_len) for _ in range(config.n_layers)]
-    parts = input_ids[:, : seq_len // 2], input_ids[:, seq_len // 2 : -1], input_ids[:, -1:]
-    cached = torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1)
-    return compare(cached, model(input_ids)[0], 1e-3)
+    input_ids, cached = torch.randint(64, (1, seq_len)), []
+    for length in (1, seq_len // 2):
+        cache = [KVCache(seq_len) for _ in range(config.n_layers)]
+        parts = input_ids[:, :length], input_ids[:, length:-1], input_ids[:, max(length, seq_len - 1) :]
+        cached.append(torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1))
+    return compare(torch.cat(cached), model(input_ids)[0], 1e-3)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """verify.py passes here, and fails where a fork has broken something."""
 
+import math
 import os
 import re
 import shutil
@@ -241,6 +242,14 @@ def test_verify_finds_metric_changed_by_resume(runs, tmp_path):
     assert results(output) == {"resuming is bitwise": "FAIL"} and exit_code == 1, output
     figure = "0 of 148 weights and moments differ after 6 steps, but logged metrics differ: ema/loss\n"
     assert output.endswith(figure), output
+
+
+def test_undefined_metrics_and_zeros_are_compared():
+    """A fork may log a metric that is 0, or a mean over no tokens."""
+    equal = [(0.0, 0.0), (None, math.nan), (2.0, 2.0)]
+    assert [verification.relative_error(*pair) for pair in equal] == [0, 0, 0]
+    assert verification.relative_error(None, 1.0) == math.inf
+    assert verification.relative_error(3.0, 2.0) == 0.5 and verification.relative_error(0.1, 0.0) > 1
 
 
 def test_bad_settings_are_refused(runs):

@@ -200,3 +200,19 @@ def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):
     assert checks.check_cached_logits(config, seq_len)[0] is True
     monkeypatch.setattr(checks, "GPTModel", ForgetsCache)
     assert checks.check_cached_logits(config, seq_len)[0] is False
+
+
+class ReadsPrefix(model.gpt.GPTModel):
+    """A prefix-LM: the first position reads the first four tokens, if they are given together."""
+
+    def forward(self, input_ids, cache=None):
+        begins = cache is None or cache[0].length == 0
+        output = super().forward(input_ids, cache=cache)
+        if begins:
+            output.logits[:, 0] += input_ids[:, :4].sum()
+        return output
+
+
+def test_cached_logits_find_prefix_longer_than_prompt(monkeypatch):
+    monkeypatch.setattr(checks, "GPTModel", ReadsPrefix)
+    assert checks.check_cached_logits(SMALL, 16)[0] is False
