@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -63,11 +64,13 @@ def uncommitted_changes(root: Path = ROOT) -> str | None:
 
 def _git(root: Path, *arguments: str) -> str | None:
     """Return the output of a git command that runs in `root`; None if it is empty or the command cannot be run."""
+    if (git := shutil.which("git")) is None:
+        return None
     # By default git refuses a clone that another user owns, as in a container, since its hooks could run that user's
     # code. The code of this clone is running already.
-    command = ["git", "-c", "safe.directory=*", *arguments]
+    command = [git, "-c", "safe.directory=*", *arguments]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # git is not installed, or its disk does not respond
+    except subprocess.TimeoutExpired:  # its disk does not respond
         return None
     return done.stdout.decode(errors="replace").strip("\n") or None  # a patch may end with a line of one space

@@ -25,11 +25,12 @@ def train_on_arm(out_dir: Path, processes: int) -> Path:
     python = next(path for path in FOLDER.glob("usr/bin/python3.*") if path.name.removeprefix("python3.").isdecimal())
     command = [QEMU, "-cpu", "neoverse-n1", "-L", FOLDER, python, "train.py", *SETTINGS]
     command += ["--out_dir", out_dir, "--name", f"on_{processes}"]
-    launched = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    # Without git: starting a program in a process with threads sometimes hangs in qemu.
+    launched = dict(PATH="", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     launched |= dict(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     started = []
     for rank in range(processes):
-        env = environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) if processes > 1 else environment()
+        env = environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)) if processes > 1 else environment(PATH="")
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
     try:
