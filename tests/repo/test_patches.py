@@ -14,7 +14,7 @@ from tests.conftest import ROOT, environment
 EXPERIMENTS = re.findall(
     r"^\| \[\w+\]\(patches/(\w+)\.patch\).*? \| (\d+) \| `(.*)` \|$", (ROOT / "docs/forking.md").read_text(), re.M
 )
-ON_TOP_OF_EACH_OTHER = EXPERIMENTS[:-5]
+ON_TOP_OF_EACH_OTHER = EXPERIMENTS[:-6]
 APPLY = {
     "git": ["git", "apply"],
     "patch": ["patch", "--strip=1", "--silent", "--fuzz=0", "--no-backup-if-mismatch", "--input"],
@@ -38,6 +38,8 @@ def test_patches_have_the_length_their_page_states():
     for name, lines, _ in EXPERIMENTS:
         patch = (ROOT / "docs" / "patches" / f"{name}.patch").read_text()
         assert len(re.findall(r"^(?:\+(?!\+\+)|-(?!--))", patch, re.M)) == int(lines) <= 30, name
+    for page, words in {"README.md": "{} examples", "README.zh-CN.md": "{} 个"}.items():
+        assert words.format(len(EXPERIMENTS)) in (ROOT / page).read_text(), page
 
 
 NO_PATCH = pytest.mark.skipif(not shutil.which("patch"), reason="patch is not installed")
