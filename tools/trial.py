@@ -44,7 +44,7 @@ def run_script(script: str, arguments: list[str]) -> str:
     """Run a script on two processes to its end and return what it printed."""
     done = forked.run(script, arguments, 2, dict(os.environ))
     if done.returncode:
-        print(done.stdout)
+        print(f"{done.stdout}\nThe settings that you did not give are those of {TRIAL[1]}.")
         raise TrialError(done.stderr.strip() or f"{script}: exit code {done.returncode}")
     return done.stdout
 

@@ -133,8 +133,8 @@ def parse_idea(text: str) -> Idea:
     idea = Idea(text, check_options(settings), base, diff)
     if idea.data_files:
         raise ConfigError(
-            f"idea: {text!r} changes {', '.join(idea.data_files)}, which define the data, the evaluation or the seeds, "
-            "so its losses would mean something else"
+            f"idea: {text!r} changes the data, the evaluation or the seeds in {', '.join(idea.data_files)}, so its "
+            "losses would mean something else"
         )
     return idea
 

@@ -143,7 +143,7 @@ def test_data_files_of_change(file, line, listed, repository):
     if not listed:
         assert parse_idea("HEAD").files == {file}
         return
-    with pytest.raises(ConfigError, match=f"changes {file}, which define the data"):
+    with pytest.raises(ConfigError, match=f"the data, the evaluation or the seeds in {file}"):
         parse_idea("HEAD")
 
 
@@ -153,7 +153,7 @@ def test_data_file_moved_elsewhere_is_listed(repository):
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     repository("mv", "data/text.py", "text.py")
-    with pytest.raises(ConfigError, match="changes text.py, which define the data"):
+    with pytest.raises(ConfigError, match="the data, the evaluation or the seeds in text.py"):
         parse_idea(".")
 
 

@@ -341,7 +341,7 @@ def test_patch_joins_while_others_train(default, run_experiment, write_patch):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("# 1\n", "# 1\nseed = 3\n", "which define the data, the evaluation or the seeds"),
+        ("# 1\n", "# 1\nseed = 3\n", "changes the data, the evaluation or the seeds in "),
         ("# 1\n", "# 1\nBROKEN = 1\n", "cache: 3.7e-02"),
         ("# 1\n", "# 1\n1 / 0\n", "ZeroDivisionError: division by zero (train.py:"),
     ],
