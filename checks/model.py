@@ -71,7 +71,7 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
 def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
     """Compare the logits of one forward with those of cached ones: a prompt, several tokens and one token.
 
-    The prompt is one token, from which a text without a prompt is generated, and half of the sequence.
+    The prompt is once a single token, as for a text without a prompt, and once half of the sequence.
     """
     model = build_perturbed(config.replace(vocab_size=64))
     input_ids, cached = torch.randint(64, (1, seq_len)), []

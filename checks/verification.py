@@ -351,9 +351,9 @@ class Verification:
 
 
 def relative_error(value: float | None, expected: float) -> float:
-    """Return |value - expected| / |expected|; 0 if both are equal or undefined, which is NaN, and null in a log."""
-    if value is None:
-        return math.inf if math.isfinite(expected) else 0.0
+    """Return |value - expected| / |expected|; 0 if both are undefined (NaN, in a log null)."""
+    if value is None or not math.isfinite(expected):
+        return math.inf if math.isfinite(expected) or value is not None else 0.0
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 

@@ -53,7 +53,7 @@ def count_targets(labels_BT: Tensor) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """What each of N positions learns to predict.
+    """The targets of N positions.
 
     A fork that trains on a further key of the batch, such as a weight of each token, adds a field, [N, ...], passes it
     to `NextTokenLoss` and reads it in `objective_of_logits`.

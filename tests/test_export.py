@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import ConfigError, RunError
 from config.schema import DataConfig, TrainConfig
-from model.gpt import MLP
+from model.config import FAMILIES as FAMILIES_OF_CONFIGS
+from model.config import GPTConfig
+from model.gpt import MLP, GPTModel
+from model.hf import to_transformers
 from run import export
 from run.export import ExportConfig
 from run.load import LoadedModel, load_run
@@ -232,6 +235,17 @@ def test_export_refuses_model_edited_in_place(family, runs, tmp_path, monkeypatc
     with pytest.raises(ConfigError, match=f"logits differ by up to .* from those of transformers' {family}"):
         exported(runs / family, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_export_refuses_window_edited_in_place():
+    """It changes no logit of the first positions."""
+    settings = FAMILIES_OF_CONFIGS["qwen3"] | {"window": 70, "window_pattern": "S", "max_position_embeddings": 256}
+    model = GPTModel(GPTConfig(vocab_size=50, n_layers=2, **settings)).eval()
+    exported_model = to_transformers(model)
+    export.check_same_logits(model, exported_model)
+    model.windows = [None, None]
+    with pytest.raises(ConfigError, match="logits differ by up to"):
+        export.check_same_logits(model, exported_model)
 
 
 def test_exported_files_have_equal_permissions(runs, tmp_path):

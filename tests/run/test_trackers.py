@@ -167,8 +167,10 @@ def test_wandb_finish_timeout_is_below_run_timeout(tracked, monkeypatch):
 
 
 @pytest.fixture
-def tracked(tmp_path):
-    """Build the tracker of a run's second start, after step 2, in this process."""
+def tracked(tmp_path, monkeypatch):
+    """Build the tracker of a run's second start, after step 2, in this process, which sets WANDB_DATA_DIR."""
+    monkeypatch.setenv("WANDB_DATA_DIR", "")
+    monkeypatch.delenv("WANDB_DATA_DIR")
 
     def start(*words):
         config = parse_config([*map(str, SHORT), "--out_dir", str(tmp_path), "--name", "run", *words])

@@ -289,8 +289,10 @@ def test_nanogpt_trains_on_tokens_of_corpus(started, tmp_path):
 
 
 @pytest.mark.parametrize("name, groups", [("gpu", gpu.LARGE_MODELS), ("cuda_graph", gpu.SMALL_MODELS)])
-def test_ways_train_shape_of_group(name, groups, started):
+def test_ways_train_shape_of_group(name, groups, started, monkeypatch):
     """Both programs train the same model, without biases, in batches of the same size and for the same steps."""
+    counted, count = [], gpu.build_on_meta_device
+    monkeypatch.setattr(gpu, "build_on_meta_device", lambda config: counted.append(config) or count(config))
     for group, way, program in started(gpu, name):
         expected, config = groups[group], our_config(program)
         if config is None:
@@ -300,6 +302,7 @@ def test_ways_train_shape_of_group(name, groups, started):
             assert (float(theirs["dropout"]), int(theirs["max_iters"])) == (expected.dropout, 11 * expected.log_every)
         else:
             model = config.model
+            assert model in counted, "MFU is that of the trained model"
             facts = [model.n_layers, model.n_heads, model.d_model, config.seq_len, config.micro_batch_size]
             assert facts == [*expected.shape, expected.batch] and not model.bias and model.mlp == "gelu_erf"
             assert (model.dropout, config.steps) == (expected.dropout, 11 * expected.log_every)

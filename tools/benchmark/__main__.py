@@ -139,7 +139,7 @@ def main() -> int:
         "tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="+", choices=tables.TABLES, metavar="CASE", help=", ".join(tables.TABLES))
-    parser.add_argument("--rounds", type=int, help="default: 3, with --quick and for digests and the curve 1")
+    parser.add_argument("--rounds", type=int, help=f"default: 3; with --quick, and for {', '.join(ROUNDS)}, 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
     texts = ", ".join(f"{path} for {name}" for name, path in TEXTS.items())
     parser.add_argument("--text", type=Path, help=f"a text file, or a corpus of data.prepare; default: {texts}")

@@ -79,7 +79,7 @@ def excess_by_kind(record: Record, lab: Path) -> dict[str, float]:
     for one in record.runs:
         if one.loss is not None:
             for name, value in Run(lab / "runs" / one.name).newest_metrics().items():
-                if name.startswith(KIND):
+                if name.startswith(KIND) and value is not None:
                     kinds[name.removeprefix(KIND)].append(value)
     return dict(sorted(((name, fmean(values)) for name, values in kinds.items()), key=lambda pair: -pair[1]))
 

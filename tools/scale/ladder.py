@@ -108,10 +108,12 @@ class LadderRun:
     def measurement(self, run: Run) -> Measurement:
         """Read the result of its finished run."""
         last = run.newest_metrics()
-        answers = math.fsum(value for name, value in last.items() if name.startswith("val/excess_loss/facts_"))
+        of_facts = [value for name, value in last.items() if name.startswith("val/excess_loss/facts_")]
+        answers = math.nan if None in of_facts else math.fsum(of_facts)
+        entropy = last.get("val/entropy", math.nan)  # both are unknown if a fork has other targets
         tokens = last["train/tokens"]
         flops = self.flops_per_token * tokens
-        return Measurement(self.parameters, tokens, flops, last["val/loss"], last["val/entropy"], self.seed, answers)
+        return Measurement(self.parameters, tokens, flops, last["val/loss"], entropy, self.seed, answers)
 
 
 def build_ladder(widths: list[int], budgets: list[int], seeds: range) -> list[LadderRun]:

@@ -2,11 +2,13 @@
 
 import json
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from tools.experiment import report
 from tools.experiment.analysis import LOOKS, analyze, least_squares
 from tools.experiment.design import extend_design
 
@@ -229,3 +231,12 @@ def test_idea_with_rare_failures_is_seldom_better():
         losses = rows[:, 0] * effect + generator.normal(0, DEVIATION, 96)
         is_better.append(analyze([""] * 8, rows, losses).ideas[0].verdict == "better")
     assert np.mean(is_better) < 0.1
+
+
+def test_unknown_excess_losses_are_left_out(tmp_path):
+    """Null, where a fork has other targets."""
+    row = {"step": 1, "val/excess_loss/plot": 1.0, "val/excess_loss/names": None}
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text(json.dumps(row))
+    record = SimpleNamespace(runs=[SimpleNamespace(name="one", loss=2.0)])
+    assert report.excess_by_kind(record, tmp_path) == {"plot": 1.0}
