@@ -30,9 +30,9 @@ def build_excess_loss_score(
 
         Return None if the targets of a row, as of a fork, are not one whole story: their entropy is unknown.
         """
-        explained = None
-        if -100 not in story:
-            explained = generator.grammar.explain("".join(tokens[token] for token in story))
+        if -100 in story:
+            return None
+        explained = generator.grammar.explain("".join(tokens[token] for token in story))
         if explained is None:
             return None
         # The end of a story has probability 1: no other story begins with this one.

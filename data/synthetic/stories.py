@@ -277,19 +277,22 @@ class StoriesDataset(Dataset):
     @functools.cached_property
     def entropy_nats(self) -> float:
         """The sum of -log P of these stories in nats: the summed loss of the grammar itself."""
-        return -math.fsum(log_probability(self._draw(index)[1]) for index in range(self.num_stories))
+        return -math.fsum(log_probability(inverse_probs) for _, inverse_probs in self._stories)
 
     @functools.cached_property
     def num_targets(self) -> int:
         """The tokens of these stories, each with its end."""
-        return sum(
-            1 + sum(len(self.encode(words)) // 8 for words in self._draw(index)[0]) for index in range(self.num_stories)
-        )
+        return sum(1 + sum(len(self.encode(piece)) // 8 for piece in words) for words, _ in self._stories)
 
     @functools.cached_property
     def num_bytes(self) -> int:
         """The UTF-8 bytes of these stories, without the end-of-text tokens."""
-        return sum(len(self.text(index).encode()) for index in range(self.num_stories))
+        return sum(len("".join(words).encode()) for words, _ in self._stories)
+
+    @functools.cached_property
+    def _stories(self) -> list[tuple[list[str], list[float]]]:
+        """All stories, drawn once for the three sums above."""
+        return [self._draw(index) for index in range(self.num_stories)]
 
     def _draw(self, index: int) -> tuple[list[str], list[float]]:
         index = range(self.num_stories)[index]

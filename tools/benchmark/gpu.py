@@ -70,8 +70,7 @@ def speed(groups: dict[str, Speed], options: Namespace) -> Iterator[Group]:
             batch, log_every, vocab_size = 4, 1, 256
         profiled = f"--profile [{log_every + 1},{log_every + 1}]"  # in the warm-up, which is not measured
         settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true {profiled} {more}"
-        steps = programs.speed_settings(log_every)
-        config = parse_config(f"{programs.RANDOM} {shape.settings()} {steps} {settings}".split())
+        config = parse_config(programs.random_settings(shape, batch, log_every, settings).split())
         flops_per_token = build_on_meta_device(config.model).flops_per_token(shape.context)
         cases: dict[str, Case] = {}
         for way in ways:

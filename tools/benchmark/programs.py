@@ -212,12 +212,16 @@ def speed_settings(log_every: int) -> str:
     return f"{never} --steps {steps} --tracking.log_every {log_every}"
 
 
+def random_settings(shape: Shape, batch: int, log_every: int, settings: str) -> str:
+    """Return the settings of train.py for the speed on random tokens; `settings` has at least model.vocab_size."""
+    return f"{RANDOM} {shape.settings()} --micro_batch_size {batch} {speed_settings(log_every)} {settings}"
+
+
 def our_speed(
     options: Namespace, shape: Shape, batch: int, log_every: int, settings: str, env: Mapping[str, str] = {}
 ) -> Case:
-    """Return a case that trains train.py on random tokens; `settings` has at least model.vocab_size."""
-    own = f"{RANDOM} {shape.settings()} --micro_batch_size {batch} {speed_settings(log_every)} {settings}"
-    return ours(options, own, env=env).train
+    """Return a case that trains train.py with `random_settings`."""
+    return ours(options, random_settings(shape, batch, log_every, settings), env=env).train
 
 
 def nanogpts_speed(
