@@ -6,7 +6,7 @@ any number of processes.
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
-    from run.settings import EvaluateConfig
+    from pretrained.settings import EvaluateConfig
 
     run_and_exit("evaluate", EvaluateConfig)
 
@@ -24,15 +24,15 @@ from checkpoint.manifest import Manifest
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.schema import DataConfig, TrainConfig
+from config.stored_settings import USE_ITS_CODE, unknown_settings
 from data.corpus import Corpus, load_corpus
-from data.files import write_atomically
-from data.json_objects import finite_or_null
 from distributed.launch import start_accelerator
 from model.loss import MetricSums
-from run.load import LoadedModel, load_with_source
-from run.settings import EvaluateConfig
-from run.stored_settings import USE_ITS_CODE, unknown_settings
-from run.tokenizer import check_tokenizer
+from pretrained.load import LoadedModel, load_with_source
+from pretrained.settings import EvaluateConfig
+from pretrained.tokenizer import check_tokenizer
+from storage.files import write_atomically
+from storage.json_objects import finite_or_null
 from training.cpu_kernels import use_cpu_kernels
 from training.evaluation import evaluate
 

@@ -5,6 +5,6 @@ The folder has config.json, model.safetensors, generation_config.json, the token
 
 if __name__ == "__main__":
     from cli.scripts import run_and_exit
-    from run.settings import ExportConfig
+    from pretrained.settings import ExportConfig
 
-    run_and_exit("export", ExportConfig, module="run.export")
+    run_and_exit("export", ExportConfig, module="pretrained.export")

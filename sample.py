@@ -5,7 +5,7 @@ RUN is the directory of a run, a folder in transformers' format, or a name on th
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
     from cli.scripts import run_and_exit
-    from run.settings import SampleConfig
+    from pretrained.settings import SampleConfig
 
     run_and_exit("sample", SampleConfig)
 
@@ -20,14 +20,14 @@ from tokenizers.decoders import DecodeStream
 
 from cli.output import printable
 from config.errors import ConfigError, RunError
-from data.chat import Message
-from data.chat_template import ChatTemplate
+from data.prepare.chat import Message
+from data.prepare.chat_template import ChatTemplate
 from data.synthetic.stories import get_story_generator
 from data.tokenizer import wrap_tokenizer_errors
 from distributed.cpu import prepare_cpu
 from model.seeds import derive_seed
-from run.load import LoadedModel, load_run
-from run.settings import SampleConfig
+from pretrained.load import LoadedModel, load_run
+from pretrained.settings import SampleConfig
 
 
 def main(config: SampleConfig) -> None:

@@ -38,9 +38,9 @@ from distributed.state_hash import state_digest
 from distributed.tree_reduce import AllReduce, TreeSum
 from model.gpt import GPTModel
 from model.loss import MetricSums, count_targets
+from pretrained.load import copy_initial_weights
 from run import trackers
 from run.directory import Run
-from run.load import copy_initial_weights
 from run.reporting import Reporter
 from run.resolve import GivenModels, resolve
 from run.resume import StartingPoint

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import CheckpointConfig, flat_settings
-from data.files import sha256, write_atomically
-from data.json_objects import from_json, parse_object
+from storage.files import sha256, write_atomically
+from storage.json_objects import from_json, parse_object
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -23,10 +23,10 @@ from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest
 from checkpoint.provenance import launch_facts, provenance
 from config.errors import ConfigError, RunError, error_kind
 from config.schema import TrainConfig
-from data.files import fsync, sha256
-from data.json_objects import finite_or_null
 from distributed.cores import lower_thread_priority
 from distributed.state_hash import state_digest
+from storage.files import fsync, sha256
+from storage.json_objects import finite_or_null
 from training.results import Skipped
 from training.state import TrainState
 

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
 from config.errors import ConfigError
-from data.files import copy_folder_permissions, fsync
 from distributed.world import num_processes
+from storage.files import copy_folder_permissions, fsync
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns when there is a single process

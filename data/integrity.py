@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from config.errors import ConfigError
-from data.files import sha256
-from data.json_objects import parse_object
+from storage.files import sha256
+from storage.json_objects import parse_object
 
 SPLITS = ("train", "validation")
 REMEDY = "restore it, or remove the folder and prepare it again"

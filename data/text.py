@@ -1,4 +1,4 @@
-"""Prepared corpora (data/prepare.py) as samples. Files are memory-mapped; tokens are read with their sample."""
+"""Prepared corpora (data/prepare/prepare.py) as samples. Files are memory-mapped; tokens are read with their sample."""
 
 import os.path
 from bisect import bisect_right

@@ -1,24 +1,20 @@
-"""Tokenizers of text corpora: always fast ones of Hugging Face, with an end-of-text token."""
+"""Load the tokenizer of a text corpus: always a fast one of Hugging Face, with an end-of-text token."""
 
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
-MAX_WORD = 256  # bytes of a word that are merged while a tokenizer is trained
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Byte-level tokenizers write each byte as one of these characters (GPT-2's bytes_to_unicode).
 BYTE_OF_CHARACTER = {byte: byte for byte in _PRINTABLE} | {256 + index: byte for index, byte in enumerate(_OTHERS)}
-NAMES = f"byte, train:VOCAB (257 to {MAX_VOCAB_SIZE:,}; train:8192), a folder with a tokenizer or a name on the Hub"
 
 
 @contextmanager
@@ -30,49 +26,6 @@ def wrap_tokenizer_errors(problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"{problem}: {error}") from None
-
-
-def parse_trained_vocab_size(name: str) -> int | None:
-    """Return VOCAB if `name` is train:VOCAB, else None; raise ConfigError if the size is out of range."""
-    if not name.startswith("train:"):
-        return None
-    size = name.removeprefix("train:")
-    if not re.fullmatch("[0-9]{3,7}", size) or not 256 < int(size) <= MAX_VOCAB_SIZE:
-        raise ConfigError(f"tokenizer: {name!r:.60} has no valid vocabulary size; use {NAMES}")
-    return int(size)
-
-
-def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
-    """Save the tokenizer called `name`, after training it on `texts` if its name says so.
-
-    Raises:
-        ConfigError: there is no such tokenizer, it cannot be trained, or it has no end-of-text token.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
-
-    num_tokens = parse_trained_vocab_size(name)
-    if name != "byte" and num_tokens is None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # a download may raise anything
-            raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
-        if not tokenizer.is_fast or tokenizer.eos_token is None:
-            raise ConfigError(f"tokenizer: {name!r} is not a fast tokenizer with an end-of-text (eos) token")
-        tokenizer.save_pretrained(folder)
-        return
-    tokenizer = Tokenizer(models.BPE({chr(character): byte for character, byte in BYTE_OF_CHARACTER.items()}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=num_tokens is not None)
-    tokenizer.decoder = decoders.ByteLevel()
-    if num_tokens is not None:
-        settings = {"vocab_size": num_tokens, "special_tokens": [END_OF_TEXT], "show_progress": False}
-        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **settings)
-        # The time for a word grows with the square of its length, and text such as DNA is one word.
-        words = tokenizer.pre_tokenizer
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(MAX_WORD)])
-        tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.pre_tokenizer = words
-    tokenizer.add_special_tokens([END_OF_TEXT])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
 
 
 def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:

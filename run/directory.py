@@ -19,11 +19,11 @@ from checkpoint.manifest import Manifest, readable_checkpoints
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.schema import TrainConfig
-from data.files import flush_to_disk, lock, write_atomically
-from data.json_objects import from_json, parse_object
+from config.stored_settings import read_settings
 from data.sampler import BatchSizes
 from run.metrics_log import read_newest_row, read_rows
-from run.stored_settings import read_settings
+from storage.files import flush_to_disk, lock, write_atomically
+from storage.json_objects import from_json, parse_object
 
 LOCK_FILE = ".lock"
 MAX_REASON_CHARACTERS = 1000  # so that status.json fits into one block of the disk, see Run.write_status

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from config.schema import TrainConfig
-from data.json_objects import finite_or_null
 from run.directory import Run
 from run.metrics_log import RowWriter
 from run.trackers import start_tracker
+from storage.json_objects import finite_or_null
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step

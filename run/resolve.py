@@ -8,10 +8,10 @@ from config.schema import TrainConfig
 from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
+from pretrained.load import LoadedModel, hash_weights, load_run
+from pretrained.tokenizer import check_tokenizer
 from run.directory import Run
-from run.load import LoadedModel, hash_weights, load_run
 from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings, with_stored_model
-from run.tokenizer import check_tokenizer
 
 # Settings that may differ from those of the initial model.
 NOT_FROM_INITIAL_MODEL = {"dropout"}

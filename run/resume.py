@@ -12,9 +12,9 @@ from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, read_
 from config.errors import ConfigError, OtherRunError
 from config.paths import expand_user_path
 from config.schema import TrainConfig
+from config.stored_settings import complete_settings, read_settings, unknown_settings
 from model.config import GPTConfig
 from run.directory import Run
-from run.stored_settings import complete_settings, read_settings, unknown_settings
 from training.schedule import SCHEDULES, scheduled_value
 
 # Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared

@@ -17,7 +17,6 @@ from accelerate.utils import gather_object
 from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
 from config.errors import ConfigError, OtherRunError, RunError, error_kind
 from config.schema import TrainConfig
-from data.files import copy_folder, move_aside, write_atomically
 from distributed.collectives import broadcast_from_main
 from distributed.signals import Preempted
 from distributed.world import is_main_process
@@ -32,6 +31,7 @@ from run.resume import (
     starts_afresh,
     with_stored_model,
 )
+from storage.files import copy_folder, move_aside, write_atomically
 
 
 def check_run(run: Run, config: TrainConfig) -> None:

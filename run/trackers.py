@@ -13,11 +13,11 @@ from uuid import uuid4
 
 from config.errors import ConfigError
 from config.schema import TrainConfig
-from data.json_objects import finite_or_null
 from distributed.signals import Preempted
 from model.hf import get_family
 from run.directory import Run
 from run.metrics_log import read_rows
+from storage.json_objects import finite_or_null
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 Say = Callable[[str], None]  # prints a line
@@ -117,7 +117,7 @@ class Tracker:
 
     def _log_model(self) -> None:
         """Export the newest checkpoint and log its folder."""
-        from run.export import export_newest  # imports transformers
+        from pretrained.export import export_newest  # imports transformers
 
         try:
             folder, manifest = export_newest(self.directory)

@@ -24,9 +24,9 @@ from data.synthetic.stories import STORIES, StoriesDataset
 from evaluate import EvaluateConfig
 from model.config import GPTConfig
 from model.seeds import derive_seed
-from run import export
-from run.export import ExportConfig
-from run.load import LoadedModel, load_run
+from pretrained import export
+from pretrained.export import ExportConfig
+from pretrained.load import LoadedModel, load_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from tests.support import forked

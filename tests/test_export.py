@@ -17,11 +17,11 @@ from model.config import FAMILIES as FAMILIES_OF_CONFIGS
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel
 from model.hf import to_transformers
-from run import export
-from run.export import ExportConfig
-from run.load import LoadedModel, load_run
+from pretrained import export
+from pretrained.export import ExportConfig
+from pretrained.load import LoadedModel, load_run
 from tests.conftest import TINY_STORIES, metrics, python, tensors, train
-from tests.data.test_prepare import make
+from tests.data.prepare.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}

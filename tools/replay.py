@@ -45,6 +45,7 @@ from checkpoint.provenance import launch_facts, provenance
 from checkpoint.saver import load_checkpoint
 from config.errors import ConfigError
 from config.paths import expand_user_path
+from config.stored_settings import config_of
 from data.corpus import Corpus
 from data.loader import Batch, BatchLoader, StepDataset
 from distributed.launch import start_accelerator
@@ -53,7 +54,6 @@ from distributed.state_hash import state_digest
 from model.loss import count_targets
 from run.directory import Run, Session
 from run.resolve import resolve
-from run.stored_settings import config_of
 from train import build_state, train_step, warm_up
 from training.optimizer import apply_schedules
 from training.results import NonFiniteError

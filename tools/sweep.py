@@ -44,10 +44,10 @@ from checkpoint.identity import code_hash, compare_facts
 from config.errors import ConfigError, RunError
 from config.parser import parse_config
 from config.schema import TrainConfig
-from data.files import write_once
+from config.stored_settings import read_settings
 from run.directory import Run, surviving_sessions
 from run.resume import check_resume, with_stored_model
-from run.stored_settings import read_settings
+from storage.files import write_once
 from tools import compare
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner, raise_stopped

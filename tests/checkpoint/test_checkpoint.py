@@ -30,11 +30,11 @@ from checkpoint.manifest import (
 from checkpoint.saver import SaveError, Saver
 from config.errors import ConfigError, RunError
 from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
-from data.files import sha256
 from distributed.state_hash import digest_tensors, state_digest
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from run.load import find_checkpoint
+from pretrained.load import find_checkpoint
+from storage.files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train, train_state
 from training.optimizer import build_optimizer
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint.manifest import File, newest_valid, read_manifest
-from data.files import sha256
+from storage.files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 
 STEPS = 8

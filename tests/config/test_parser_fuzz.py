@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-import data.prepare
+import data.prepare.prepare
 from cli import scripts
 from config.errors import ConfigError
 from config.parser import parse_config
 from evaluate import EvaluateConfig
-from run.export import ExportConfig
+from pretrained.export import ExportConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
-from tests.data.test_prepare import make_documents, write_jsonl
+from tests.data.prepare.test_prepare import make_documents, write_jsonl
 
 RECIPE = ROOT / "tests" / "support" / "tiny_random.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(200)]
@@ -62,7 +62,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
-MODULES = {"export": "run.export"}
+MODULES = {"export": "pretrained.export"}
 
 
 def run_tool(script, kind, *words, module=None):
@@ -73,7 +73,7 @@ def run_tool(script, kind, *words, module=None):
     sys.stdout, sys.stderr = out, err
     try:
         exit_code = (
-            data.prepare.cli()
+            data.prepare.prepare.cli()
             if script == "prepare"
             else scripts.run_script(script, kind, module=module or MODULES.get(script))
         )

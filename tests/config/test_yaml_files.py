@@ -8,8 +8,8 @@ import yaml
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
 from config.schema import DataConfig, OptimizerConfig, TrackingConfig, TrainConfig
+from config.stored_settings import read_settings
 from evaluate import EvaluateConfig
-from run.stored_settings import read_settings
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, thinned
 

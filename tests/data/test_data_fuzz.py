@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-import data.prepare
+import data.prepare.prepare
 from config.errors import ConfigError
 from data.integrity import metadata_digest, verify
 from data.text import TextCorpus, TextDataset
-from tests.data.test_prepare import make, make_documents, texts, write_jsonl
+from tests.data.prepare.test_prepare import make, make_documents, texts, write_jsonl
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))]
 ODD_VALUES = [None, True, 0, -1, 2**70, 1.5, "", "../x", "\ud800", [], [[]], {}, {"": None}]
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare, "FILE_BYTES", 4000)
+        patch.setattr(data.prepare.prepare, "FILE_BYTES", 4000)
         source = write_jsonl(folder / "a.jsonl", make_documents(40))
         make(source, folder / "corpus", "train:300", validation="hash:0.3")
     return folder

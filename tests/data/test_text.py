@@ -22,19 +22,20 @@ import yaml
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-import data.prepare
+import data.prepare.prepare
 from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
 from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
+from data.prepare.tokenizer import save_tokenizer
 from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.text import TextCorpus, TextDataset
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, environment, metrics, tensors, train
-from tests.data.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
+from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 from tests.support import forked
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
@@ -56,7 +57,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpora")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.prepare, "FILE_BYTES", 4000)
+        patch.setattr(data.prepare.prepare, "FILE_BYTES", 4000)
         make(write_jsonl(folder / "a.jsonl", make_documents(60)), folder / "a", validation="hash:0.2")
     other = write_jsonl(folder / "b.jsonl", make_documents(30, seed=5))
     make(other, folder / "b", validation="hash:0.2")
@@ -505,11 +506,11 @@ def test_check_names_changed_file(corpus, split, capsys, monkeypatch):
     """A corpus whose files have their sizes loads; --check compares the contents."""
     file = find_file(corpus, split)
     monkeypatch.setattr(sys, "argv", ["prepare", "--check", str(corpus)])
-    assert data.prepare.cli() == 0
+    assert data.prepare.prepare.cli() == 0
     assert f"{corpus}: {len([*corpus.glob('*/*.arrow')])} files have their recorded hashes" in capsys.readouterr().out
     flip(file, 100)
     TextCorpus(str(corpus))
-    assert data.prepare.cli() == 2
+    assert data.prepare.prepare.cli() == 2
     assert f"{split}/{file.name}: it has another content than data.prepare wrote" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint.unshard import whole_tensors
 from distributed.state_hash import digest_tensors
-from run.load import find_checkpoint
+from pretrained.load import find_checkpoint
 from tests.conftest import (
     ROOT,
     TINY_STORIES,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.data.test_prepare import make, make_documents, write_jsonl
+from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 from tests.fake_cuda import device
 
 

@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from config.parser import parse_config
-from run.load import hash_weights
+from pretrained.load import hash_weights
 
 if __name__ == "__main__":
     models, add_teacher = [], train.add_teacher

@@ -53,7 +53,7 @@ def test_core_tests_are_collected_alone(core):
     assert int(re.search(r"(\d+)/\d+ tests collected|(\d+) tests collected", done.stdout)[1]) > 1000
 
 
-@pytest.mark.parametrize("folder", ["model", "training", "config", "checkpoint", "run"])
+@pytest.mark.parametrize("folder", ["model", "training", "config", "checkpoint", "run", "pretrained"])
 def test_core_tests_pass_alone(folder, core):
     done = run_tests(core, "--tb=short", f"tests/{folder}")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

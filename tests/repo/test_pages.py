@@ -9,7 +9,7 @@ import torch
 from config.schema import TrainConfig
 from docs import settings
 from tests.conftest import ROOT, commands, python, shell
-from tests.data.test_prepare import make_documents, write_jsonl
+from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tests.repo.test_rules import CORE
 from tests.test_examples import RUNGS as SCRIPTS
 

@@ -18,13 +18,13 @@ from checkpoint.saver import SaveError, Saver
 from config.errors import ConfigError
 from config.parser import parse_config
 from config.schema import TrainConfig
+from config.stored_settings import complete_settings, read_settings
 from data.corpus import load_corpus
-from data.files import sha256
 from run import resume
 from run.directory import LOCK_FILE, Run, Status
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.start import check_run, prepare_run, record_outcome
-from run.stored_settings import complete_settings, read_settings
+from storage.files import sha256
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
 from training.schedule import SCHEDULES

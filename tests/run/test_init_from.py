@@ -12,9 +12,9 @@ from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
-from run import export
-from run.export import ExportConfig
-from run.load import copy_initial_weights, load_run
+from pretrained import export
+from pretrained.export import ExportConfig
+from pretrained.load import copy_initial_weights, load_run
 from run.resolve import resolve_initial_model
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
+from pretrained.load import hash_weights, load_run
 from run.directory import Run
-from run.load import hash_weights, load_run
 from run.resolve import resolve
 from run.resume import check_new_run
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train

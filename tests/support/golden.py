@@ -38,7 +38,7 @@ OF_ANY_PROCESSOR = (
 
 def corpus(folder: Path) -> Path:
     """Corpus of bytes that is the same on every machine."""
-    from data.prepare import PrepareConfig, prepare
+    from data.prepare.prepare import PrepareConfig, prepare
 
     text = folder / "text.jsonl"
     lines = ['{"text": "' + " ".join(f"{i * j % 97} gold" for j in range(2 + i % 19)) + '"}\n' for i in range(200)]

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from run import export
-from run.load import load_run
-from run.settings import ExportConfig
+from pretrained import export
+from pretrained.load import load_run
+from pretrained.settings import ExportConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
 from tests.support import forked

@@ -20,9 +20,9 @@ from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from config.schema import flat_settings
-from data.files import sha256 as hash_file
-from data.files import write_once
 from run.directory import Run
+from storage.files import sha256 as hash_file
+from storage.files import write_once
 from tools.experiment import change
 from tools.experiment.change import Checkouts, Idea
 from tools.jobs.launch import Launch

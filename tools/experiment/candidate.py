@@ -71,7 +71,7 @@ def logits(file_descriptor: str) -> int:
     A batch is a safetensors file of the arguments of the model's forward without labels, each [B, T]; the answer has
     `logits`, float32 [B, T, V].
     """
-    from run.load import load_run
+    from pretrained.load import load_run
 
     connection = Connection(int(file_descriptor))
     model = None

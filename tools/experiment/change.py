@@ -19,7 +19,7 @@ from pathlib import Path
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import temporary_folder
+from storage.files import temporary_folder
 from tools.experiment.settings import PER_RUN_OPTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import write_once
+from storage.files import write_once
 from tools.experiment import report
 from tools.experiment.arm import Recipe
 from tools.experiment.change import Checkouts, head_commit, idea_texts, parse_idea

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from config.errors import ConfigError, RunError
-from data.files import write_atomically
-from data.json_objects import parse_object
 from run.directory import Run
+from storage.files import write_atomically
+from storage.json_objects import parse_object
 from tools.experiment.arm import CANDIDATE, Arm, last_error, run_program
 from tools.experiment.change import ROOT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from data.json_objects import parse_object
+from storage.json_objects import parse_object
 from tools.experiment.change import Idea
 
 FAILED_TOGETHER = 3  # runs after which two ideas are kept apart that fail together, and never alone

@@ -13,9 +13,9 @@ import numpy as np
 from cli.output import aligned
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from data.files import write_atomically
-from data.json_objects import parse_object
 from run.directory import Run
+from storage.files import write_atomically
+from storage.json_objects import parse_object
 from tools.experiment import analysis
 from tools.experiment.ideas import CONTROL, CONTROL_STEPS
 from tools.experiment.picture import draw, sorted_ideas

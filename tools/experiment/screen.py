@@ -16,8 +16,8 @@ from dataclasses import asdict
 import numpy as np
 
 from config.errors import ConfigError, RunError
-from data.files import lock, write_atomically
 from run.directory import Run
+from storage.files import lock, write_atomically
 from tools.experiment import judge
 from tools.experiment.arm import Arm, Recipe
 from tools.experiment.design import extend_design

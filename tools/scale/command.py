@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from checkpoint.identity import code_hash
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
-from data.files import sha256, write_atomically
-from data.json_objects import parse_object
+from storage.files import sha256, write_atomically
+from storage.json_objects import parse_object
 from tools.jobs.launch import Launch
 from tools.jobs.runner import JobRunner
 from tools.scale import recipe

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from config.errors import ConfigError, RunError
-from data.files import lock
+from storage.files import lock
 from tests.conftest import ROOT, environment
 from tests.tools.experiment.conftest import fake_scorer
 from tools.experiment import judge, screen

@@ -21,12 +21,13 @@ from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from config.parser import parse_tool
 from data.corpus import Corpus
-from data.files import sha256
-from data.prepare import encode_text
+from data.prepare.prepare import encode_text
+from data.prepare.tokenizer import save_tokenizer
 from data.synthetic.stories import STORIES, StoriesDataset
-from data.tokenizer import load_tokenizer, save_tokenizer
-from run.load import LoadedModel, find_checkpoint, load_run, load_with_source
+from data.tokenizer import load_tokenizer
+from pretrained.load import LoadedModel, find_checkpoint, load_run, load_with_source
 from sample import SampleConfig
+from storage.files import sha256
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.model.test_model import make_model
 
@@ -166,7 +167,7 @@ def remove_when_read(monkeypatch, *steps):
             shutil.rmtree(directory)
         return read_weights(directory, *others)
 
-    monkeypatch.setattr("run.load.read_weights", read)
+    monkeypatch.setattr("pretrained.load.read_weights", read)
 
 
 def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch, capsys):
@@ -217,7 +218,7 @@ def test_best_checkpoint_is_chosen_again_if_removed(run, tmp_path, monkeypatch, 
         validated.append(directory)
         return validate(directory)
 
-    monkeypatch.setattr("run.load.validate", rotate)
+    monkeypatch.setattr("pretrained.load.validate", rotate)
     directory, _ = find_checkpoint(path, "best")
     assert len(validated) == 2 and directory == validated[1] != validated[0]
     assert f"{validated[0]}: removed while it was read" in capsys.readouterr().err
@@ -385,7 +386,7 @@ def test_load_run_uses_tokenizer_of_corpus(run, monkeypatch):
     """A data source of a fork may bring its own tokenizer, whose end-of-text token keeps its name."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
     corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
-    monkeypatch.setattr("run.tokenizer.load_corpus", lambda config: corpus)
+    monkeypatch.setattr("pretrained.tokenizer.load_corpus", lambda config: corpus)
     loaded = load_run(run)
     assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
@@ -408,7 +409,7 @@ def test_load_run_names_moved_data(copy, monkeypatch):
     def moved(config):
         raise ConfigError(f"data.path: {config.data.path} is not there")
 
-    monkeypatch.setattr("run.tokenizer.load_corpus", moved)
+    monkeypatch.setattr("pretrained.tokenizer.load_corpus", moved)
     with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or restore its data"):
         load_run(directory)
 

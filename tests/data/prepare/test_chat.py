@@ -17,27 +17,28 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import data.prepare
+import data.prepare.prepare
+import data.prepare.sources
 import evaluate
 import sample
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
-from data.chat_template import ChatTemplate
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns, verify
+from data.prepare.chat_template import ChatTemplate
+from data.prepare.tokenizer import save_tokenizer
 from data.text import TextCorpus, TextDataset
-from data.tokenizer import save_tokenizer
 from evaluate import EvaluateConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
-from run import export
+from pretrained import export
+from pretrained.export import ExportConfig
+from pretrained.load import load_run
 from run.directory import Run
-from run.export import ExportConfig
-from run.load import load_run
 from run.start import prepare_run
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
-from tests.data.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
+from tests.data.prepare.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
 from tests.data.test_text import build_perturbed_model, find_file, rewrite
 
 CHATML = (
@@ -364,15 +365,15 @@ def test_metadata_counts_message_content(folder, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_prepare_resumes_conversations_after_kill(folder, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(data.prepare, "FILE_BYTES", 2000)
-    monkeypatch.setattr(data.prepare, "BLOCK_CHARACTERS", 1000)
-    monkeypatch.setattr(data.prepare, "BATCH_ROWS", 2)
-    monkeypatch.setattr(data.prepare, "PIECE_CHARACTERS", 10)  # a conversation is never cut
-    monkeypatch.setattr(data.sources, "CHUNK", 10)
+    monkeypatch.setattr(data.prepare.prepare, "FILE_BYTES", 2000)
+    monkeypatch.setattr(data.prepare.prepare, "BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(data.prepare.prepare, "BATCH_ROWS", 2)
+    monkeypatch.setattr(data.prepare.prepare, "PIECE_CHARACTERS", 10)  # a conversation is never cut
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", 10)
     source = folder / "rows.jsonl"
     settings = dict(tokenizer=str(folder / "tokenizer_chatml"), validation="hash:0.2", num_workers=workers)
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)
+        patch.setattr(data.prepare.prepare, "metadata_digest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source, tmp_path / "out", **settings)
     work = tmp_path / "out.partial"

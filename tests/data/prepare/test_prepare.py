@@ -19,11 +19,13 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-import data.prepare
+import data.prepare.prepare
+import data.prepare.sources
 from config.errors import ConfigError
-from data.prepare import PrepareConfig, cut_point, in_validation, prepare
-from data.sources import Source, find_files
-from data.tokenizer import load_tokenizer, save_tokenizer
+from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.prepare.sources import Source, find_files
+from data.prepare.tokenizer import save_tokenizer
+from data.tokenizer import load_tokenizer
 from tests.conftest import ROOT, environment
 from tests.support import forked
 
@@ -88,10 +90,10 @@ def tokens_of(out):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Small pieces, blocks and files, so that a short text fills many."""
-    monkeypatch.setattr(data.prepare, "PIECE_CHARACTERS", 2000)
-    monkeypatch.setattr(data.sources, "CHUNK", 2000)
-    monkeypatch.setattr(data.prepare, "BLOCK_CHARACTERS", 3000)
-    monkeypatch.setattr(data.prepare, "FILE_BYTES", 5000)
+    monkeypatch.setattr(data.prepare.prepare, "PIECE_CHARACTERS", 2000)
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", 2000)
+    monkeypatch.setattr(data.prepare.prepare, "BLOCK_CHARACTERS", 3000)
+    monkeypatch.setattr(data.prepare.prepare, "FILE_BYTES", 5000)
 
 
 def refusal(*arguments, **settings):
@@ -102,7 +104,7 @@ def refusal(*arguments, **settings):
 
 def run(*arguments, exit_code=0, preamble=""):
     """Run the command in a forked process, after the code in `preamble`."""
-    code = f"import sys, data.prepare as p\n{preamble}\nsys.exit(p.cli())"
+    code = f"import sys, data.prepare.prepare as p\n{preamble}\nsys.exit(p.cli())"
     done = forked.run("-c", [code, *map(str, arguments)], 0, environment())
     assert done.returncode == exit_code, done.stdout + done.stderr
     assert "%|" not in done.stderr, "a progress bar in a log"
@@ -174,7 +176,7 @@ def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_blocks, monke
 
 @pytest.mark.parametrize("piece", range(1, 30))
 def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(data.sources, "CHUNK", piece)
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
     documents = ["one", "", "two <|en", "|end|>", "last"]
     (tmp_path / "a.txt").write_text("<|end|>".join(documents))
     found = [""]
@@ -187,7 +189,7 @@ def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
 def test_row_is_read_in_pieces(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(data.sources, "CHUNK", piece)
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
     rows = ["", "a \U0001f600 b", "half \ud83d of a pair", "longer than all other rows"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     found = [""]
@@ -420,7 +422,7 @@ def test_prepare_reports_smaller_trained_vocabulary(requested, expected_size, tm
     source = write_jsonl(tmp_path / "a.jsonl", ["the cat" * 9] * 20)
     words = ["--source", source, "--tokenizer", f"train:{requested}", "--out", tmp_path / "out", "--num_workers", 1]
     monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
-    assert data.prepare.cli() == 0
+    assert data.prepare.prepare.cli() == 0
     vocab_size = load_tokenizer(tmp_path / "out" / "tokenizer")[1]["vocab_size"]
     num_messages = capsys.readouterr().out.count(f"train:{requested} became train:{vocab_size}: ")
     assert (vocab_size, num_messages) == (expected_size, requested != expected_size)
@@ -449,7 +451,8 @@ def test_trained_tokenizer_is_lossless_and_deterministic(tmp_path, bpe):
     env = {**environment(), "RAYON_NUM_THREADS": "1" if os.cpu_count() > 1 else "2"}
     (tmp_path / "text").write_bytes(make_text(100_000, seed=9).encode())
     code = (
-        "import sys; from pathlib import Path; from data.tokenizer import save_tokenizer; folder = Path(sys.argv[1]);"
+        "import sys; from pathlib import Path; from data.prepare.tokenizer import save_tokenizer;"
+        "folder = Path(sys.argv[1]);"
         "save_tokenizer('train:700', folder, [(folder / 'text').read_bytes().decode()])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=env, check=True)
@@ -471,7 +474,7 @@ def test_document_in_pieces_has_same_tokens(tmp_path, small_blocks, bpe, seed):
     assert len(starts) == 2 and starts[1] > 10, "the document is cut into many pieces, of which the first begins it"
     whole = [facts["end_of_text"], *tokenizer.encode(document).ids]
     assert sum(made[: starts[1]], []) == whole
-    assert max(map(len, made)) <= 2 * data.prepare.PIECE_CHARACTERS
+    assert max(map(len, made)) <= 2 * data.prepare.prepare.PIECE_CHARACTERS
 
 
 def test_cut_point_does_not_change_tokens(bpe):
@@ -508,7 +511,7 @@ def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
 
 def test_prepare_is_independent_of_worker_count(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [*make_documents(80), make_text(50_000)])
-    monkeypatch.setattr(data.prepare, "BATCH_ROWS", 4)
+    monkeypatch.setattr(data.prepare.prepare, "BATCH_ROWS", 4)
     for workers in (1, 3):
         make(source, tmp_path / str(workers), "train:400", validation="hash:0.1", num_workers=workers)
     assert content(tmp_path / "1") == content(tmp_path / "3")
@@ -591,12 +594,12 @@ def test_prepare_encodes_only_missing_blocks(tmp_path, small_blocks, monkeypatch
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     make(source, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)  # fail just before the end
+        patch.setattr(data.prepare.prepare, "metadata_digest", lambda *_: 1 / 0)  # fail just before the end
         with pytest.raises(ZeroDivisionError):
             make(source, tmp_path / "out")
     (tmp_path / "out.partial" / "cache" / "000001.arrow").unlink()
-    encoded, encode = [], data.prepare.encode_text
-    monkeypatch.setattr(data.prepare, "encode_text", lambda *args: encoded.append(args) or encode(*args))
+    encoded, encode = [], data.prepare.prepare.encode_text
+    monkeypatch.setattr(data.prepare.prepare, "encode_text", lambda *args: encoded.append(args) or encode(*args))
     make(source, tmp_path / "out")
     assert 5 < len(encoded) < 50
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -674,7 +677,7 @@ def test_prepare_refuses_text_in_another_encoding(tmp_path, text, encoding, foun
 
 def test_prepare_tolerates_few_invalid_bytes(tmp_path, monkeypatch):
     """The limit is a fraction of the text, also when the invalid bytes come first."""
-    monkeypatch.setattr(data.sources, "CHUNK", 200)
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", 200)
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1200)
     assert make(tmp_path / "a.txt", tmp_path / "out")["train"]["replacement_characters"] == 11
     (tmp_path / "a.txt").write_bytes(b"\xff" * 11 + b"good " * 1000)
@@ -697,7 +700,7 @@ def test_source_detects_file_changed_while_read(tmp_path, small_blocks):
 def test_prepare_refuses_to_resume_with_changed_source(tmp_path, small_blocks, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", make_documents(100))
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "metadata_digest", lambda *_: 1 / 0)
+        patch.setattr(data.prepare.prepare, "metadata_digest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make(source, tmp_path / "out")
     write_jsonl(source, make_documents(101))
@@ -860,7 +863,7 @@ def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     assert f"tokenizer: it has no tokens for a text that begins '{'a' * 40}'" in done.stderr
     assert "retry-limit" in done.stderr and "Traceback" not in done.stderr
     with monkeypatch.context() as patch:
-        patch.setattr(data.prepare, "PIECE_CHARACTERS", 19)  # panics at the cut of a document
+        patch.setattr(data.prepare.prepare, "PIECE_CHARACTERS", 19)  # panics at the cut of a document
         assert "a text that has 'aaaa" in refusal(source, tmp_path / "out", str(tmp_path / "panics"))
     make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["a" * 40 + "b"]

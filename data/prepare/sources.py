@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from config.errors import ConfigError
-from data import chat
+from data.prepare import chat
 
 CHUNK = 2**19  # characters of a document that are yielded at once
 FILE_TYPES = ".txt", ".jsonl", ".parquet"

@@ -9,10 +9,10 @@ import subprocess
 
 import pytest
 
-from data import files
-from data.files import temporary_folder
+from storage import files
+from storage.files import temporary_folder
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.data.test_prepare import make_documents, run, write_jsonl
+from tests.data.prepare.test_prepare import make_documents, run, write_jsonl
 from tests.support import forked
 
 # Errors of Lustre without -o flock, and of FUSE for fsync of a folder.

@@ -13,12 +13,11 @@ from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoint
 from checkpoint.unshard import read_averages
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
-from data.chat_template import ChatTemplate
-from data.files import copy_folder_permissions
 from data.integrity import read_metadata
+from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
 from model.hf import to_transformers
-from run.load import (
+from pretrained.load import (
     LoadedModel,
     Weights,
     find_checkpoint,
@@ -26,7 +25,8 @@ from run.load import (
     load_with_source,
     report_skipped,
 )
-from run.settings import ExportConfig
+from pretrained.settings import ExportConfig
+from storage.files import copy_folder_permissions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Make a corpus for data.source text: python -m data.prepare --source X --tokenizer T --out DIR.
 
-The documents are read in blocks (data/sources.py). `datasets` encodes each block with --num_workers processes, and
-caches the tokens in DIR.partial, so the same command resumes after a kill. At the end the tokens of both splits are
+The documents are read in blocks (data/prepare/sources.py). `datasets` encodes each block with --num_workers processes,
+and caches the tokens in DIR.partial, so the same command resumes after a kill. At the end the tokens of both splits are
 saved, and DIR.partial is renamed to DIR. The result, the same bytes for any number of processes, is DIR/train and
 DIR/validation (`datasets.load_from_disk` opens them), DIR/tokenizer and DIR/metadata.json.
 
@@ -10,7 +10,7 @@ several rows, and only the first begins with that token. So the flat buffer of t
 an end-of-text token in it always begins a document: none comes from the text.
 
 With conversations, a row is one conversation, rendered by the tokenizer's chat template. A second column,
-assistant_masks, is 1 at the tokens of answers (data/chat_template.py).
+assistant_masks, is 1 at the tokens of answers (data/prepare/chat_template.py).
 """
 
 import ctypes
@@ -42,19 +42,13 @@ from cli.output import ignore_failed_prints, printable
 from config.errors import ConfigError
 from config.parser import parse_tool
 from config.paths import expand_user_path
-from data import chat, chat_template
-from data.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
 from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
-from data.sources import Source, find_files, get_file_type, get_source_stamp
-from data.tokenizer import (
-    NAMES,
-    load_tokenizer,
-    parse_trained_vocab_size,
-    save_tokenizer,
-    token_bytes,
-    wrap_tokenizer_errors,
-)
+from data.prepare import chat, chat_template
+from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
+from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokenizer
+from data.tokenizer import load_tokenizer, token_bytes, wrap_tokenizer_errors
 from model.settings import PositiveInt, Settings
+from storage.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
 
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
 PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
@@ -475,10 +469,3 @@ def cli() -> int:
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0
-
-
-if __name__ == "__main__":
-    # Processes that encode find the functions of a module by its name, which is not "__main__".
-    from data.prepare import cli as run
-
-    sys.exit(run())

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from config.errors import ConfigError
-from data.chat_template import open_tokenizer
-from data.tokenizer import save_tokenizer
-from run.load import load_run
+from data.prepare.chat_template import open_tokenizer
+from data.prepare.tokenizer import save_tokenizer
+from pretrained.load import load_run
 from tests.conftest import ROOT
 
 SHIPPED = [

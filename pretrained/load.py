@@ -28,12 +28,12 @@ from checkpoint.unshard import read_weights
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.schema import TrainConfig
+from config.stored_settings import config_of
 from distributed.world import is_main_process
 from model.gpt import GPTModel
-from run.load_transformers import load_transformers
-from run.settings import Weights
-from run.stored_settings import config_of
-from run.tokenizer import load_run_tokenizer
+from pretrained.load_transformers import load_transformers
+from pretrained.settings import Weights
+from pretrained.tokenizer import load_run_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from config.errors import ConfigError
 from config.schema import TrainConfig
+from config.stored_settings import USE_ITS_CODE
 from data.corpus import Corpus, load_corpus
 from data.tokenizer import END_OF_TEXT
 from distributed.world import is_main_process
-from run.stored_settings import USE_ITS_CODE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
