@@ -73,7 +73,7 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    with record_outcome(run, config):
+    with record_outcome(run):
         # What a process can check alone is checked first, before the process group exists.
         check_launch(config)
         trackers.check(config)

@@ -19,6 +19,15 @@ def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | flat_settings(stored)
 
 
+def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the settings of a run that this code does not have, each with a message."""
+    return {
+        key: f"{key}: {value} in the run, but this code has no such setting"
+        for key, value in flat_settings(settings).items()
+        if key not in DEFAULTS
+    }
+
+
 def read_settings(file: Path) -> dict[str, Any] | None:
     """Return the flat settings of the run whose config.yaml is `file`; None if there is no such file.
 
@@ -26,7 +35,8 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     """
     try:
         settings = complete_settings(yaml.safe_load(file.read_text()))
-        _validate(settings, ignored="literal_error")
+        if problems := _validate(settings, ignored="literal_error")[1]:
+            raise ValueError("; ".join(problems))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -37,41 +47,23 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def config_of(settings: dict[str, Any]) -> TrainConfig:
-    """Return the nested or flat settings of a run as a TrainConfig, without settings that this code does not have.
+    """Return the settings of a run as a TrainConfig, without settings that this code does not have.
 
     Raise ConfigError for such a setting in `model`, since without it the network might compute something else, and for
     values that this code refuses.
     """
-    problems = [line for key, line in unknown_settings(settings).items() if key.startswith("model.")]
-    config = None
-    try:
-        config = _validate(settings)
-    except ValueError as error:
-        problems.append(str(error))
+    config, problems = _validate(settings)
+    problems += [line for key, line in unknown_settings(settings).items() if key.startswith("model.")]
     if config is None or problems:
         raise ConfigError(f"{'; '.join(problems)}; {USE_ITS_CODE}")
     return config
 
 
-def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the settings of a run that this code does not have, each with a message."""
-    return {
-        key: f"{key}: {value} in the run, but this code has no such setting"
-        for key, value in flat_settings(settings).items()
-        if key not in DEFAULTS
-    }
-
-
-def _validate(settings: dict[str, Any], ignored: str = "") -> TrainConfig | None:
-    """Return the settings that this code has; raise ValueError for wrong values.
-
-    Return None if there are only pydantic errors of the type `ignored`.
-    """
+def _validate(settings: dict[str, Any], ignored: str = "") -> tuple[TrainConfig | None, list[str]]:
+    """Return the settings that this code has, or what is wrong, without pydantic's errors of the type `ignored`."""
     known = {key: value for key, value in flat_settings(settings).items() if key in DEFAULTS}
     try:
-        return TrainConfig.from_flat(known)
+        return TrainConfig.from_flat(known), []
     except ValidationError as error:
         errors = [problem for problem in error.errors() if problem["type"] != ignored]
-        if problems := explain(errors, dict(all_fields(TrainConfig)), known):
-            raise ValueError("; ".join(problems.values())) from None
-    return None
+        return None, [*explain(errors, dict(all_fields(TrainConfig)), known).values()]

@@ -19,13 +19,11 @@ from model.gpt import GPTModel
 from model.hf import to_transformers
 from pretrained.load import (
     LoadedModel,
-    Weights,
-    find_checkpoint,
     load_model_from_checkpoint,
     load_with_source,
     report_skipped,
 )
-from pretrained.settings import ExportConfig
+from pretrained.settings import ExportConfig, Weights
 from storage.files import copy_folder_permissions
 
 if TYPE_CHECKING:
@@ -87,20 +85,11 @@ def main(config: ExportConfig) -> None:
         push(out, config.push)
 
 
-def export_newest(run_directory: Path) -> tuple[Path, Manifest]:
-    """Export the newest checkpoint of a run into its directory, unless that exists; return the folder and manifest."""
-    checkpoint, manifest = find_checkpoint(run_directory)
-    folder = run_directory / "exports" / checkpoint.name
-    if not folder.exists():
-        main(ExportConfig(run=str(checkpoint), out=str(folder)))
-    return folder, manifest
-
-
 @torch.no_grad()
 def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path, Manifest]]:
     """Replace the weights by their mean over the newest valid checkpoints, summed in float64; return these checkpoints.
 
-    Raise ConfigError if the run has too few. A running training may remove some while they are read.
+    Raise ConfigError if the run has too few.
     """
     mean, path = loaded.model.state_dict(), Path(config.run).expanduser()
     sums = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in mean.items()}
@@ -110,7 +99,7 @@ def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path
             manifest = validate(directory)
             weights = load_model_from_checkpoint(directory, manifest, config.weights).model.state_dict()
         except (InvalidCheckpoint, ConfigError, OSError, SafetensorError) as error:
-            report_skipped([str(error) if directory.exists() else f"{directory}: removed while it was read"])
+            report_skipped([f"{directory}: {error}"])
             continue
         sources.append((directory, manifest))
         for name, tensor in weights.items():

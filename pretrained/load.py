@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from checkpoint.manifest import (
@@ -32,7 +31,6 @@ from config.stored_settings import config_of
 from distributed.world import is_main_process
 from model.gpt import GPTModel
 from pretrained.load_transformers import load_transformers
-from pretrained.settings import Weights
 from pretrained.tokenizer import load_run_tokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_run(
-    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
+    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: str = "evaluated"
 ) -> LoadedModel:
     """Load the model at `path`: a run, a checkpoint, a folder in transformers' format, or a name on the Hub.
 
@@ -62,7 +60,7 @@ def load_run(
 
 
 def load_with_source(
-    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: Weights = "evaluated"
+    path: str | Path, checkpoint: str | int = "latest", setting: str = "run", weights: str = "evaluated"
 ) -> tuple[LoadedModel, tuple[Path, Manifest] | None]:
     """Load a model as load_run does, with the directory and manifest of its checkpoint if it is from a run."""
     path = expand_user_path(setting, path)
@@ -70,17 +68,11 @@ def load_with_source(
         if checkpoint != "latest":
             raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is not a run; leave it out")
         return LoadedModel(None, *load_transformers(str(path), setting)), None
-    while True:
-        directory, manifest = find_checkpoint(path, checkpoint)
-        try:
-            return load_model_from_checkpoint(directory, manifest, weights), (directory, manifest)
-        except (ConfigError, OSError, SafetensorError):
-            if directory.exists():
-                raise
-        report_skipped([f"{directory}: removed while it was read"])  # by train.py, which keeps only the newest
+    directory, manifest = find_checkpoint(path, checkpoint)
+    return load_model_from_checkpoint(directory, manifest, weights), (directory, manifest)
 
 
-def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: Weights = "evaluated") -> LoadedModel:
+def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: str = "evaluated") -> LoadedModel:
     """Load the model of a validated checkpoint."""
     try:
         config = config_of(manifest.config)
@@ -126,14 +118,11 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
         report_skipped(rejected)
         return newest, manifest
-    while True:
-        directory = path if checkpoint == "latest" else _choose(path, checkpoint)
-        try:
-            return directory, validate(directory)
-        except InvalidCheckpoint as invalid:
-            if directory.exists() or directory == path:
-                raise ConfigError(str(invalid)) from None
-        report_skipped([f"{directory}: removed while it was read"])  # by train.py, which keeps only the newest
+    directory = path if checkpoint == "latest" else _choose(path, checkpoint)
+    try:
+        return directory, validate(directory)
+    except InvalidCheckpoint as invalid:
+        raise ConfigError(str(invalid)) from None
 
 
 def report_skipped(reasons: Iterable[str]) -> None:

@@ -125,10 +125,6 @@ class Run:
         """Return the newest row of metrics.jsonl, {"step": 0} if there is none; fast also for a long file."""
         return next(iter(self._rows("metrics.jsonl", read_newest_row)), {"step": 0})
 
-    def generations(self) -> list[dict[str, Any]]:
-        """Return the rows of generations.jsonl, oldest first."""
-        return self._rows("generations.jsonl")
-
     def sessions(self) -> list[Session]:
         """Return the rows of sessions.jsonl, oldest first."""
         rows = self._rows("sessions.jsonl")

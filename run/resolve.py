@@ -1,17 +1,21 @@
-"""Resolve a config, for train.py, tools.plan and verify.py: fill in its null settings and load its data."""
+"""Resolve a config, for train.py, tools.plan and verify.py: fill in its null settings and load its data and models."""
 
+from contextlib import suppress
 from operator import attrgetter
+from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.manifest import InvalidCheckpoint, read_manifest
 from config.errors import ConfigError
 from config.schema import TrainConfig
+from config.stored_settings import complete_settings
 from data.corpus import Corpus, load_corpus
 from distributed.cpu import use_portable_arithmetic
 from distributed.world import num_processes
 from pretrained.load import LoadedModel, hash_weights, load_run
 from pretrained.tokenizer import check_tokenizer
 from run.directory import Run
-from run.resume import can_resume_without_initial_model, data_seed_of_branch, resumed_settings, with_stored_model
+from run.resume import resumed_settings, with_stored_model
 
 # Settings that may differ from those of the initial model.
 NOT_FROM_INITIAL_MODEL = {"dropout"}
@@ -40,17 +44,28 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
     given models or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
     """
-    initial, needs_initial = None, config.init_from is not None
-    if run is not None and (stored := resumed_settings(run, config)) is not None:
+    # The run that is resumed, else the checkpoint of a branch, decides what the data are.
+    stored = resumed_settings(run, config) if run else None
+    if stored is not None:
         names = ("data.seed", "global_batch_size", "branch_from")
         config = config.replace(**{name: stored[name] for name in names if attrgetter(name)(config) is None})
-        if needs_initial and can_resume_without_initial_model(run, config, stored):
-            config, needs_initial = with_stored_model(config, stored), False
-    elif run is not None and config.data.seed is None:
-        config = config.replace(**{"data.seed": data_seed_of_branch(config)})
-    if needs_initial:
-        config, initial = resolve_initial_model(config)
+    elif run and config.branch_from and config.data.seed is None:
+        with suppress(ConfigError, InvalidCheckpoint):  # reported when the run is opened
+            parent = complete_settings(read_manifest(Path(config.branch_from)).config)
+            config = config.replace(**{"data.seed": parent["data.seed"]})
+
+    # The initial model, which decides what the network is. A run that has a checkpoint does not need it any more: it
+    # may have been trained further, or deleted, since the run started.
+    initial = None
+    if config.init_from is not None:
+        same_initial_model = stored and stored["init_hash"] and stored["init_from"] == config.init_from
+        if run and stored and same_initial_model and run.manifests():
+            config = with_stored_model(config, stored)
+        else:
+            config, initial = resolve_initial_model(config)
     check_consistent(config)  # before the corpus is loaded
+
+    # The corpus, and the settings that are null until it is loaded.
     corpus = load_corpus(config)
     if initial is not None:
         check_tokenizer(str(config.init_from), initial.tokenizer, initial.model.config.vocab_size, corpus)
@@ -71,16 +86,15 @@ def check_consistent(config: TrainConfig) -> None:
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:
     """Load the model that `init_from` names; return the config with its settings and weight hash, and the model.
 
-    Raise ConfigError if there is no such model, its weights are not those of `init_hash`, or it contradicts a setting
-    that the user gave.
+    Raise ConfigError as load_given_model does, or if it contradicts a setting that the user gave.
     """
     config, loaded = load_given_model(config, "init_from", "init_hash")
-    initial, given = loaded.model.config, config.model.model_fields_set
-    for name in sorted(given - NOT_FROM_INITIAL_MODEL):
-        value, initial_value = getattr(config.model, name), getattr(initial, name)
-        if value not in (None, initial_value):
-            raise ConfigError(f"model.{name}: {value}, but {initial_value} in {config.init_from}; leave it out")
-    kept = {name: getattr(config.model, name) for name in NOT_FROM_INITIAL_MODEL & given}
+    initial, given = loaded.model.config, {name: getattr(config.model, name) for name in config.model.model_fields_set}
+    kept = {name: given.pop(name) for name in NOT_FROM_INITIAL_MODEL & given.keys()}
+    for name, value in sorted(given.items()):
+        if value not in (None, getattr(initial, name)):
+            problem = f"model.{name}: {value}, but {getattr(initial, name)} in {config.init_from}"
+            raise ConfigError(f"{problem}; leave it out")
     config = config.replace(model=initial.replace(**kept))
     check_consistent(config)
     return config, loaded
@@ -89,8 +103,7 @@ def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel
 def load_teacher(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, LoadedModel]:
     """Load the model that `teacher.path` names; return the config with its weight hash, and the model.
 
-    Raise ConfigError if there is no such model, its weights are not those of `teacher.hash`, or it cannot read the
-    sequences of this run.
+    Raise ConfigError as load_given_model does, or if it cannot read the sequences of this run.
     """
     config, loaded = load_given_model(config, "teacher.path", "teacher.hash")
     path, teacher = str(config.teacher.path), loaded.model.config

@@ -1,16 +1,14 @@
 """Choose the checkpoint to resume from, and refuse settings that would change the run."""
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from checkpoint.identity import compare_facts, compare_summation_order, describe_code
-from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, read_manifest, readable_checkpoints, validate
+from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
 from config.errors import ConfigError, OtherRunError
-from config.paths import expand_user_path
 from config.schema import TrainConfig
 from config.stored_settings import complete_settings, read_settings, unknown_settings
 from model.config import GPTConfig
@@ -27,9 +25,8 @@ FREE_SETTINGS = {
 }
 FIXED_SETTINGS = {"evaluation.ema_decay"}  # exceptions to FREE_SETTINGS: the EMA is part of the optimizer's state
 # Filled in when the run starts if they are null.
-RESOLVED_AT_START = {
-    *("global_batch_size", "model.vocab_size", "data.hash", "data.seed", "init_hash", "teacher.hash", "branch_from"),
-}
+RESOLVED_AT_START = {"global_batch_size", "model.vocab_size", "data.hash", "data.seed", "branch_from"}
+HASHES_OF = {"init_hash": "init_from", "teacher.hash": "teacher.path"}  # filled in too, unless that is null
 # Settings that a branch must have in common with the checkpoint it starts from, besides those of the model.
 FIXED_IN_BRANCH = {"optimizer.name", *FIXED_SETTINGS}
 
@@ -57,23 +54,6 @@ def resumed_settings(run: Run, config: TrainConfig) -> dict[str, Any] | None:
     return None if starts_afresh(config) else read_settings(run.path / "config.yaml")
 
 
-def data_seed_of_branch(config: TrainConfig) -> int:
-    """Return the data seed of the checkpoint that `branch_from` names, 0 if there is none or it cannot be read."""
-    with suppress(ConfigError, InvalidCheckpoint):
-        if config.branch_from is not None:
-            return complete_settings(read_manifest(Path(config.branch_from)).config)["data.seed"]
-    return 0
-
-
-def can_resume_without_initial_model(run: Run, config: TrainConfig, stored: dict[str, Any]) -> bool:
-    """Return whether the run started from the same `init_from` and has a checkpoint to resume from.
-
-    Then the initial model is not loaded: it may have been trained further, or deleted, since the run started.
-    """
-    is_same = stored["init_from"] == config.init_from and stored["init_hash"] is not None
-    return is_same and bool(readable_checkpoints(run.checkpoints))
-
-
 def with_stored_model(config: TrainConfig, stored: dict[str, Any]) -> TrainConfig:
     """Fill in `model` settings that the user did not give, from the stored, flat settings of a run with `init_from`."""
     model = {name: stored[f"model.{name}"] for name in GPTConfig.model_fields}
@@ -84,19 +64,22 @@ def with_stored_model(config: TrainConfig, stored: dict[str, Any]) -> TrainConfi
 def differing_settings(stored: dict[str, Any], config: TrainConfig) -> dict[str, str]:
     """Return the settings of `config` that would change the weights of a run with the `stored` ones, with a message."""
     given = config.flat()
-    unresolved = {key for key in RESOLVED_AT_START if given[key] is None}
-    if config.init_from is None:
-        unresolved.discard("init_hash")  # it will stay null
-    if config.teacher.path is None:
-        unresolved.discard("teacher.hash")
+
+    # The settings that differ. A null that is filled in later is no difference.
+    filled_in = RESOLVED_AT_START | {name for name, source in HASHES_OF.items() if given[source] is not None}
+    messages = {
+        key: f"{key}: {stored[key]} in the run, {value} now"
+        for key, value in given.items()
+        if value != stored[key] and not (value is None and key in filled_in)
+    } | unknown_settings(stored)
+
+    # Those among them that may differ: single settings, or all of a section.
     free = set(FREE_SETTINGS)
+    mix, given_mix = stored["data.mix"], given["data.mix"]
     if stored["data.hash"] is None:
         free.discard("data.path")  # it alone identifies data without a hash, such as a source that a fork added
-    elif _have_same_weights(stored["data.mix"], given["data.mix"]):
-        free.add("data.mix")  # its keys are paths
-    changed = {key: value for key, value in given.items() if value != stored[key] and key not in unresolved}
-    messages = {key: f"{key}: {stored[key]} in the run, {value} now" for key, value in changed.items()}
-    messages |= unknown_settings(stored)
+    elif mix and given_mix and [*mix.values()] == [*given_mix.values()]:
+        free.add("data.mix")  # the weights are equal, and the keys are paths
     return {
         key: message
         for key, message in messages.items()
@@ -109,26 +92,15 @@ def is_fixed_in_branch(setting: str) -> bool:
     return setting.startswith("model.") or setting in FIXED_IN_BRANCH
 
 
-def _have_same_weights(one: Any, other: Any) -> bool:
-    """Return whether both are mixtures with the same weights in the same order."""
-    return isinstance(one, dict) and isinstance(other, dict) and [*one.values()] == [*other.values()]
-
-
 def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> None:
     """Raise OtherRunError if the existing run would have trained otherwise with this config.
 
     A setting that is not free differs, or another number of steps changes a scheduled value of a completed step. The
     message names the settings, and `--branch_from` if these settings can continue from the newest checkpoint.
 
-    Args:
-        run: the run.
-        config: its resolved settings in this session.
-        manifest: of the checkpoint to resume from; None if the run has none.
+    `manifest` is that of the checkpoint to resume from, None if the run has none; the config is resolved.
     """
-    if manifest is not None:
-        stored, step = complete_settings(manifest.config), manifest.step
-    else:
-        stored, step = run.settings, 0
+    stored, step = (complete_settings(manifest.config), manifest.step) if manifest else (run.settings, 0)
     different = differing_settings(stored, config)
     if config.steps < step:
         different["steps"] = f"steps: {config.steps} is less than the {step} completed steps"
@@ -153,25 +125,6 @@ def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> No
         )
 
 
-def check_new_run(run: Run, config: TrainConfig) -> None:
-    """Raise ConfigError if the directory `branch_from` does not exist, or an input would be moved or is the run."""
-    if config.branch_from is not None and not os.path.isdir(config.branch_from):
-        raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
-    inputs = [("branch_from", config.branch_from), ("init_from", config.init_from), ("data.path", config.data.path)]
-    inputs += [("teacher.path", config.teacher.path)]
-    inputs += [("data.mix", corpus) for corpus in config.data.mix or []]
-    own_path = run.path.resolve()
-    for setting, value in inputs:
-        if not value:
-            continue
-        path = expand_user_path(setting, value).resolve()
-        if starts_afresh(config) and path.exists() and own_path in (path, *path.parents):
-            problem = f"{setting}: {value!r} is in the run that --resume never would move aside"
-            raise ConfigError(f"{problem}; choose another name")
-        if setting in ("init_from", "teacher.path") and path == own_path and path.exists():
-            raise ConfigError(f"{setting}: {value!r} is the directory of this run itself; choose another name")
-
-
 def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
     """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
@@ -183,49 +136,44 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
         print(f"Checkpoint skipped: {reason}")
     if manifest is not None or (run.path / "config.yaml").exists():
         check_resume(run, config, manifest)
+
     if path is None or manifest is None:
-        if rejected or had_checkpoint(run):
+        # A run that has lost its checkpoints does not silently start again. That it has had one is known from
+        # status.json, which names the newest, or from a session that began at one.
+        steps = [session.step for session in run.sessions()]
+        if status := run.status():
+            steps.append(status.step)
+        if rejected or max(steps, default=0) > run.first_step():
             raise ConfigError(
                 f"no valid checkpoint is left in {run.checkpoints}; repair one, or start afresh with --resume never"
             )
         if config.branch_from is None:
             return StartingPoint()
+
+        # A new branch: the model and the optimizer are those of its checkpoint.
         path = Path(config.branch_from)
         try:
             manifest = validate(path)
         except InvalidCheckpoint as invalid:
             raise ConfigError(f"branch_from: {invalid}") from None
-        check_branch(config, path, manifest)
+        messages = differing_settings(complete_settings(manifest.config), config)
+        if different := [line for name, line in messages.items() if is_fixed_in_branch(name)]:
+            settings = "\n  ".join(different)
+            raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
+        if config.steps <= manifest.step:
+            steps_of_parent = f"the {manifest.step} steps of {path}"
+            raise ConfigError(f"steps: {config.steps} leaves no step to train after {steps_of_parent}")
     elif "mixed_precision" in compare_facts(vars(manifest), facts):
         raise ConfigError(
             f"mixed_precision: {facts['mixed_precision']} in this launch, but {path} was trained with "
             f"{manifest.mixed_precision}; launch with that, or start a new run: --name NEW --branch_from {path}"
         )
-    report_changes(path, manifest, facts, config.exact)
-    return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics)
 
-
-def report_changes(path: Path, manifest: Manifest, facts: dict[str, Any], exact: bool) -> None:
-    """Print how the code and the launch of this session differ from those that trained the checkpoint at `path`."""
+    # Say how the code and the launch differ from those that trained the checkpoint.
     trained_with = vars(manifest) | manifest.provenance
     if "code" in compare_facts(trained_with, facts):
         print(f"Other code: {path} was trained by {describe_code(trained_with)}, and this is {describe_code(facts)}.")
-    if changed := compare_summation_order(trained_with, facts, exact):
+    if changed := compare_summation_order(trained_with, facts, config.exact):
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
-
-
-def check_branch(config: TrainConfig, path: Path, manifest: Manifest) -> None:
-    """Raise ConfigError if a branch from `path` has another model or optimizer, or no step left to train."""
-    messages = differing_settings(complete_settings(manifest.config), config)
-    if different := [line for name, line in messages.items() if is_fixed_in_branch(name)]:
-        settings = "\n  ".join(different)
-        raise ConfigError(f"branch_from: {path} is a checkpoint of another model or optimizer:\n  {settings}")
-    if config.steps <= manifest.step:
-        raise ConfigError(f"steps: {config.steps} leaves no step to train after the {manifest.step} steps of {path}")
-
-
-def had_checkpoint(run: Run) -> bool:
-    """Return whether the run has completed a checkpoint: status.json names its step, or a session began at it."""
-    status, first = run.status(), run.first_step()
-    return (status is not None and status.step > first) or any(session.step > first for session in run.sessions())
+    return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics)

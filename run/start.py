@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -19,23 +19,19 @@ from config.errors import ConfigError, OtherRunError, RunError, error_kind
 from config.schema import TrainConfig
 from distributed.collectives import broadcast_from_main
 from distributed.signals import Preempted
-from distributed.world import is_main_process
 from run.directory import LOCK_FILE, Branch, Run, Status
 from run.metrics_log import truncate_after_step
 from run.resume import (
     StartingPoint,
-    check_new_run,
     choose_starting_point,
-    differing_settings,
     resumed_settings,
     starts_afresh,
-    with_stored_model,
 )
 from storage.files import copy_folder, move_aside, write_atomically
 
 
 def check_run(run: Run, config: TrainConfig) -> None:
-    """Raise ConfigError if the directory cannot be written, or a new run would move an input or is one itself.
+    """Raise ConfigError if the directory cannot be written, or there is no `branch_from` for a new run.
 
     Every process calls it before the process group exists; nothing is written.
     """
@@ -49,8 +45,9 @@ def check_run(run: Run, config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
-    if resumed_settings(run, config) is None:
-        check_new_run(run, config)
+    is_new = resumed_settings(run, config) is None
+    if is_new and config.branch_from is not None and not os.path.isdir(config.branch_from):
+        raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
 
 
 def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
@@ -77,25 +74,20 @@ def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> Startin
 
 
 @contextmanager
-def record_outcome(run: Run, config: TrainConfig) -> Iterator[None]:
-    """Write the outcome of this session into status.json: finished, preempted or failed.
-
-    A session that is refused before it trains is recorded too, so that a program that restarts runs does not read
-    the outcome of the previous session; but only if the directory holds the run with these settings.
-    """
+def record_outcome(run: Run) -> Iterator[None]:
+    """Write the outcome of this session into status.json, once it has locked the run: finished, preempted or failed."""
     try:
         yield
     except Preempted as preempted:
-        if is_main_process():
+        if run.has_lock():
             run.write_outcome("preempted", str(preempted))
         raise
     except BaseException as error:
-        is_other = isinstance(error, OtherRunError)
-        if is_main_process() and not is_other and (run.has_lock() or _lock_same_run(run, config)):
+        if run.has_lock() and not isinstance(error, OtherRunError):
             run.write_outcome("failed", f"{type(error).__name__}: {error}", error_kind(error))
         raise
     else:
-        if is_main_process():
+        if run.has_lock():
             run.write_outcome("finished")
     finally:
         run.unlock()
@@ -103,10 +95,12 @@ def record_outcome(run: Run, config: TrainConfig) -> Iterator[None]:
 
 def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
     """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
-    _lock(run)
-    if starts_afresh(config) and any(entry.name != LOCK_FILE for entry in run.path.iterdir()):
+    is_locked = run.lock()
+    if is_locked and starts_afresh(config) and any(entry.name != LOCK_FILE for entry in run.path.iterdir()):
         print(f"The existing run was moved to {move_aside(run.path)}.")
-        _lock(run)
+        is_locked = run.lock()
+    if not is_locked:
+        raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
     start = choose_starting_point(run, config, facts)
     run.checkpoints.mkdir(exist_ok=True)
     last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
@@ -136,11 +130,6 @@ def settings_to_store(config: TrainConfig) -> dict[str, Any]:
     return settings | ({"resume": "auto"} if config.resume == "never" else {})
 
 
-def _lock(run: Run) -> None:
-    if not run.lock():
-        raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
-
-
 def _record_session(run: Run, start: StartingPoint, facts: dict[str, Any]) -> None:
     """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
     name = None
@@ -153,16 +142,3 @@ def _record_session(run: Run, start: StartingPoint, facts: dict[str, Any]) -> No
         row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
     with open(run.path / "sessions.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-
-
-def _lock_same_run(run: Run, config: TrainConfig) -> bool:
-    """Lock the directory if it holds the run with these settings and is not in use; return whether it did."""
-    with suppress(ConfigError, OSError):
-        stored = resumed_settings(run, config)
-        if stored is None:
-            return False
-        if config.init_from is not None:
-            config = with_stored_model(config, stored)
-        if not differing_settings(stored, config):
-            return run.lock()
-    return False

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from checkpoint.identity import ROOT
 from config.errors import ConfigError
 from config.schema import TrainConfig
 from distributed.signals import Preempted
@@ -116,14 +119,20 @@ class Tracker:
         return self.thread.submit(call)
 
     def _log_model(self) -> None:
-        """Export the newest checkpoint and log its folder."""
-        from pretrained.export import export_newest  # imports transformers
-
-        try:
-            folder, manifest = export_newest(self.directory)
-        except Exception as error:  # the run has finished nevertheless
-            self.say(f"The model is not logged: {error}")
+        """Export the newest checkpoint, and log the folder."""
+        manifests = Run(self.directory).manifests()
+        if not manifests:
+            self.say(f"The model is not logged: {self.directory} has no valid checkpoint")
             return
+        checkpoint, manifest = next(iter(manifests.items()))  # the newest
+        folder = self.directory / "exports" / checkpoint.name
+        if not folder.exists():
+            # In a process of its own, so that training does not depend on what an export imports.
+            command = [sys.executable, str(ROOT / "export.py"), str(checkpoint), str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+            if done.returncode:  # the run has finished nevertheless
+                self.say(f"The model is not logged: {done.stderr.strip().rpartition('error: ')[2]}")
+                return
         metadata = {"step": manifest.step, **finite_or_null(manifest.metrics), **manifest.provenance}
         self._submit(lambda: self.run.log_model(folder, metadata))
 

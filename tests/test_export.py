@@ -141,7 +141,7 @@ def test_average_skips_checkpoint_removed_while_read(runs, tmp_path, monkeypatch
 
     monkeypatch.setattr(export, "load_model_from_checkpoint", load_one)
     state = load_run(exported(run, tmp_path / "out", average=3)).model.state_dict()
-    assert f"{run / 'checkpoints' / 'step-00000007'}: removed while it was read" in capsys.readouterr().err
+    assert f"Checkpoint skipped: {run / 'checkpoints' / 'step-00000007'}: " in capsys.readouterr().err
     states = [load_run(run / "checkpoints" / f"step-{step:08d}").model.state_dict() for step in (8, 6, 5)]
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, torch.stack([other[name] for other in states]).mean(0))

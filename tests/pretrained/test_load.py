@@ -16,8 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
 import sample
-from checkpoint.manifest import File, read_manifest, validate
-from checkpoint.unshard import read_weights
+from checkpoint.manifest import File, read_manifest
 from config.errors import ConfigError
 from config.parser import parse_tool
 from data.corpus import Corpus
@@ -25,7 +24,7 @@ from data.prepare.prepare import encode_text
 from data.prepare.tokenizer import save_tokenizer
 from data.synthetic.stories import STORIES, StoriesDataset
 from data.tokenizer import load_tokenizer
-from pretrained.load import LoadedModel, find_checkpoint, load_run, load_with_source
+from pretrained.load import LoadedModel, find_checkpoint, load_run
 from sample import SampleConfig
 from storage.files import sha256
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
@@ -157,71 +156,6 @@ def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="checkpoint: 'best', but .* is not a run; leave it out"):
         (tmp_path / "empty").mkdir()
         load_run(tmp_path / "empty", "best")
-
-
-def remove_when_read(monkeypatch, *steps):
-    """Delete the checkpoints of these steps while they are read, as the rotation of a running training does."""
-
-    def read(directory, *others):
-        if directory.name in [f"step-{step:08d}" for step in steps]:
-            shutil.rmtree(directory)
-        return read_weights(directory, *others)
-
-    monkeypatch.setattr("pretrained.load.read_weights", read)
-
-
-def test_load_run_skips_checkpoint_removed_while_read(run, tmp_path, monkeypatch, capsys):
-    path = shutil.copytree(run, tmp_path / "run")
-    remove_when_read(monkeypatch, 8, 7)
-    _, (directory, manifest) = load_with_source(path)
-    assert (directory, manifest.step) == (path / "checkpoints" / "step-00000006", 6)
-    errors = capsys.readouterr().err
-    for step in (8, 7):
-        removed = path / "checkpoints" / f"step-{step:08d}"
-        assert f"Checkpoint skipped: {removed}: removed while it was read\n" in errors
-
-
-def test_load_run_names_requested_checkpoint_removed_meanwhile(run, tmp_path, monkeypatch):
-    path = shutil.copytree(run, tmp_path / "run")
-    remove_when_read(monkeypatch, 7)
-    with pytest.raises(ConfigError, match="checkpoint: 7: .* has the steps 8, 6, 5, 4, 3, 2, 1; use one of these"):
-        load_run(path, 7)
-    remove_when_read(monkeypatch, 8)
-    with pytest.raises(ConfigError, match="step-00000008 has no valid checkpoint"):
-        load_run(path / "checkpoints" / "step-00000008")
-
-
-def test_find_checkpoint_sees_checkpoint_written_meanwhile(run, tmp_path, monkeypatch):
-    """Every checkpoint of the first listing is gone when it is validated, and a newer one has appeared."""
-    path = shutil.copytree(run, tmp_path / "run")
-    listed = sorted((path / "checkpoints").iterdir())
-    for newer in listed[1:]:
-        newer.rename(tmp_path / newer.name)
-
-    def rotate(directory):
-        if directory.name == "step-00000001":
-            shutil.rmtree(directory)
-            (tmp_path / "step-00000008").rename(path / "checkpoints" / "step-00000008")
-        return read_manifest(directory)
-
-    monkeypatch.setattr("checkpoint.manifest.validate", rotate)
-    assert find_checkpoint(path)[1].step == 8
-
-
-def test_best_checkpoint_is_chosen_again_if_removed(run, tmp_path, monkeypatch, capsys):
-    """train.py may find a better one between the choice and the reading of the files."""
-    path, validated = shutil.copytree(run, tmp_path / "run"), []
-
-    def rotate(directory):
-        if not validated:
-            shutil.rmtree(directory)
-        validated.append(directory)
-        return validate(directory)
-
-    monkeypatch.setattr("pretrained.load.validate", rotate)
-    directory, _ = find_checkpoint(path, "best")
-    assert len(validated) == 2 and directory == validated[1] != validated[0]
-    assert f"{validated[0]}: removed while it was read" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root can read every file")

@@ -15,7 +15,7 @@ from tests.conftest import ROOT, train
 
 def test_reader_of_empty_directory(tmp_path):
     run = Run(tmp_path)
-    assert (run.metrics(), run.generations(), run.sessions()) == ([], [], [])
+    assert (run.metrics(), run.sessions()) == ([], [])
     assert (run.manifests(), run.status(), run.is_locked()) == ({}, None, False)
     with pytest.raises(ConfigError, match="run: '.*' is not the directory of a run: it has no config.yaml"):
         run.settings  # noqa: B018 - the property raises

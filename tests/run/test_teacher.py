@@ -13,9 +13,7 @@ from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
 from pretrained.load import hash_weights, load_run
-from run.directory import Run
 from run.resolve import resolve
-from run.resume import check_new_run
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
 from tests.distributed.test_sharding import sharded
 from tests.support import forked
@@ -144,14 +142,6 @@ def test_replaced_or_missing_teacher_is_refused(made):
 def test_settings_that_contradict_teacher_are_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
         resolve(parse_config(recipe(made, *settings.split())))
-
-
-def test_teacher_is_not_in_run_directory(made):
-    config = parse_config(recipe(made, "--name", "large", "--out_dir", made))
-    with pytest.raises(ConfigError, match="teacher.path: .* is the directory of this run itself"):
-        check_new_run(Run(made / "large"), config)
-    with pytest.raises(ConfigError, match="teacher.path: .* is in the run that --resume never would move aside"):
-        check_new_run(Run(made), config.replace(resume="never"))
 
 
 def test_teacher_with_another_tokenizer_is_refused(made, tmp_path):
