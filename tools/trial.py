@@ -1,33 +1,48 @@
 """Kill, resume and verify a fork: python -m tools.trial [--verify_steps N] [--base COMMIT] [SETTINGS]... (make trial).
 
-Train 20 steps on two processes without a stop; train them again, kill both processes half-way and resume, which must
-give the same metrics and the same digest of all weights and moments; run verify.py. The exit code is 0 if all of it
-holds; otherwise 1, and the last line names what does not hold. Then train the short runs of tests/support/golden.py at
-the default settings, with the working tree and with HEAD (or the commit that --base names), and say whether their
-results differ: they do after an edit in place, and do not after a new setting at its default. The processes are forks
-of one (tests/support/forked.py); this one imports no torch.
+1. Train 20 steps on two processes without a stop.
+2. Train them again, kill both processes half-way and resume. This must give the same metrics and the same digest of
+   all weights and moments.
+3. Run verify.py.
+4. Train two short runs at the default settings, with the working tree and with HEAD (or the commit that --base names),
+   and say whether their results differ: they do after an edit in place, and do not after a new setting at its default.
+
+The exit code is 0 if 1 to 3 hold; otherwise 1, and the last line names what does not hold. This process imports no
+torch.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import yaml
-
 from config.errors import ConfigError
 from run.directory import Run
-from tests.support import forked
-from tools.experiment.change import Checkouts, git, resolve_commits
+from tools.experiment.change import ROOT, Checkouts, git, resolve_commits
 
+# A run of seconds with everything in it that could go wrong: dropout, accumulation (three micro-batches a step and
+# process), stories of different lengths, and a training set that ends within a batch.
+TINY = """--global_batch_size 6 --micro_batch_size 1 --seq_len 128 --model.n_layers 2 --model.d_model 16
+    --model.n_heads 2 --model.d_ff 32 --model.dropout 0.1 --data.source stories --data.num_samples 20
+    --optimizer.lr 0.01 --schedule.name cosine --schedule.warmup_steps 2 --evaluation.num_samples 7
+    --evaluation.micro_batch_size 2 --evaluation.num_scored_generations 0 --evaluation.num_logged_generations 0
+    --tracking.wandb disabled --tracking.log_every 1"""
 # An evaluation after each step leaves time to kill the processes.
-TRIAL = ["--config", "tests/support/tiny_stories.yaml", "--steps", "20"]
-TRIAL += ["--checkpoint.every", "5", "--evaluation.every", "1"]
+TRIAL = f"{TINY} --steps 20 --checkpoint.every 5 --evaluation.every 1"
+# The runs that are compared with those of the base commit; together they use most of the model's and optimizer's code.
+SHORT = f"{TINY} --steps 4 --checkpoint.every 4 --evaluation.every 4 --exact true"
+DEFAULTS = {
+    "GPT-2": SHORT,
+    "Qwen3, Muon": f"""{SHORT} --model.position rope --model.norm rmsnorm --model.mlp swiglu --model.n_kv_heads 1
+        --model.qk_norm true --model.bias false --optimizer.name muon --chunked_loss true""",
+}
 
 
 class TrialError(Exception):
@@ -40,13 +55,49 @@ def read_rows(run: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in lines]
 
 
+def start_ranks(script: str, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Start a script on two processes, with the environment that torchrun would give them."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, script, *arguments],
+            cwd=ROOT,
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
 def run_script(script: str, arguments: list[str]) -> str:
-    """Run a script on two processes to its end and return what it printed."""
-    done = forked.run(script, arguments, 2, dict(os.environ))
-    if done.returncode:
-        print(f"{done.stdout}\nThe settings that you did not give are those of {TRIAL[1]}.")
-        raise TrialError(done.stderr.strip() or f"{script}: exit code {done.returncode}")
-    return done.stdout
+    """Run a script on two processes to its end and return what the main process printed."""
+    processes = start_ranks(script, arguments)
+    printed, errors = processes[0].communicate()
+    processes[1].communicate()
+    if code := processes[0].returncode or processes[1].returncode:
+        print(f"{printed}\nThe settings that you did not give are those of TRIAL in tools/trial.py.")
+        raise TrialError(errors.strip() or f"{script}: exit code {code}")
+    return printed
+
+
+def train_and_kill(arguments: list[str], run: Path) -> None:
+    """Train on two processes, and kill both after the checkpoint of step 5, while they train on."""
+    processes = start_ranks("train.py", arguments)
+    while not (run / "checkpoints" / "step-00000005").exists() or len(read_rows(run)) < 8:
+        if any(process.poll() is not None for process in processes):
+            raise TrialError(f"the second training ended before it was killed\n{processes[0].communicate()[1]}")
+        time.sleep(0.02)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate()
+    if (run / "checkpoints" / "step-00000020").exists():
+        raise TrialError("the second training was complete before it could be killed; give settings that train longer")
 
 
 def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
@@ -54,35 +105,25 @@ def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
     for expected, row in zip(uninterrupted, resumed, strict=False):
         for key in sorted(expected.keys() | row.keys()):
             if expected.get(key) != row.get(key):
-                found = f"{row.get(key)} after a kill and a resume, {expected.get(key)} without"
-                raise TrialError(f"step {expected['step']}: {key} is {found}; is all state saved?")
+                values = f"{row.get(key)} after a kill and a resume, {expected.get(key)} without"
+                raise TrialError(f"step {expected['step']}: {key} is {values}; is all state saved?")
     if len(uninterrupted) != len(resumed):
         raise TrialError(f"{len(resumed)} rows after a kill and a resume, {len(uninterrupted)} without")
     if len({row["state/digest"] for row in resumed}) != len(resumed):
         raise TrialError("state/digest is the same at two steps; is every step an update?")
 
 
-def train_at_defaults(*folders: Path) -> list[dict[str, dict]]:
-    """Train the runs of golden.py with the code in each folder, at the same time; return their last metrics."""
+def train_at_defaults(folder: Path) -> dict[str, dict]:
+    """Train the runs of DEFAULTS with the code in a folder; return the last metrics of each."""
     with TemporaryDirectory(prefix="defaults-") as out:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.golden", str(Path(out, str(number)))],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for number, folder in enumerate(folders)
-        ]
-        outputs = [process.communicate() for process in processes]
-    for folder, process, (_, errors) in zip(folders, processes, outputs, strict=True):
-        if process.returncode:
-            print(errors)
-            raise TrialError(f"commit {folder.name} does not train at its defaults; its error is above")
-    return [yaml.safe_load(printed) for printed, _ in outputs]
+        for number, settings in enumerate(DEFAULTS.values()):
+            command = [sys.executable, "train.py", *settings.split(), "--out_dir", out, "--name", str(number)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr)
+                raise TrialError(f"commit {folder.name} does not train at its defaults; its error is above")
+        return {name: read_rows(Path(out, str(number)))[-1] for number, name in enumerate(DEFAULTS)}
 
 
 def changed_results(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
@@ -90,7 +131,6 @@ def changed_results(before: dict[str, dict], after: dict[str, dict]) -> list[str
     return [
         f"{kind}: {name} is {metrics.get(name)}, {before[kind][name]} before"
         for kind, metrics in after.items()
-        if kind in before
         for name in before[kind]
         if metrics.get(name) != before[kind][name]
     ]
@@ -104,11 +144,11 @@ def report_defaults(base: str) -> None:
             print(f"defaults: no code differs from {base[:12]}; --base COMMIT names an earlier one")
             return
         with Checkouts() as checkouts:
-            changed = changed_results(*train_at_defaults(checkouts.folder(base), checkouts.folder(tree)))
+            before, after = (train_at_defaults(checkouts.folder(commit)) for commit in (base, tree))
     except ConfigError as error:
         print(f"defaults: not compared: {error}; --base COMMIT names a commit")
         return
-    if changed:
+    if changed := changed_results(before, after):
         print(f"defaults: other results than {base[:12]}, as after an edit in place: {'; '.join(changed[:2])}")
     else:
         print(f"defaults: the same bits as {base[:12]}")
@@ -116,20 +156,10 @@ def report_defaults(base: str) -> None:
 
 def main(out_dir: str, verify_steps: str, base: str, settings: list[str]) -> None:
     """Try the fork with these settings; raise TrialError for the first guarantee that it does not keep."""
-    arguments = [*TRIAL, *settings, "--out_dir", out_dir]
+    arguments = [*TRIAL.split(), *settings, "--out_dir", out_dir]
     uninterrupted, killed = (Path(out_dir, name) for name in ("uninterrupted", "killed"))
     run_script("train.py", [*arguments, "--name", "uninterrupted"])
-    launch = forked.Launch("train.py", [*arguments, "--name", "killed"], 2, dict(os.environ))
-    saved = killed / "checkpoints" / "step-00000005"  # written in the background, while training goes on
-    while not saved.exists() or len(read_rows(killed)) < 8:
-        if not all(process.is_alive() for process in launch.processes):
-            raise TrialError(f"the second training ended before it was killed\n{launch.output()}")
-        time.sleep(0.02)
-    for process in launch.processes:
-        process.kill()
-        process.join()
-    if (killed / "checkpoints" / "step-00000020").exists():
-        raise TrialError("the second training was complete before it could be killed; give settings that train longer")
+    train_and_kill([*arguments, "--name", "killed"], killed)
     run_script("train.py", [*arguments, "--name", "killed"])
     if Run(killed).sessions()[-1].step < 5:
         raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
@@ -144,9 +174,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("tools.trial", description="Kill, resume and verify a fork.", allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
     parser.add_argument("--base", default="HEAD", help="the commit to compare the defaults with; default: HEAD")
-    own, settings = parser.parse_known_args()
+    options, settings = parser.parse_known_args()
     with TemporaryDirectory(prefix="trial-") as folder:
         try:
-            main(str(Path(folder, "runs")), own.verify_steps, own.base, settings)
+            main(str(Path(folder, "runs")), options.verify_steps, options.base, settings)
         except TrialError as error:
             sys.exit(f"tools.trial: error: {error}")

@@ -3,12 +3,8 @@
 import argparse
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,28 +116,6 @@ def test_cases_are_interleaved_and_fail_alone():
     assert b["seconds"] == [4.0] and b["error"] == "ValueError: out of luck ... and more" and b["against"] == ["a"]
 
 
-def test_programs_end_when_time_is_over(monkeypatch, tmp_path):
-    """Also if it ignores SIGTERM. What comes after it in the group has no time left."""
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
-    program, before = Program([sys.executable, "-c", parent]), signal.getsignal(signal.SIGALRM)
-    signal.signal(signal.SIGALRM, command_line.stop)
-    start = time.monotonic()
-    try:
-        cases = {"slow": program.run, "later": lambda: time.sleep(600)}
-        figures = run_interleaved(cases, {}, rounds=1, limit_seconds=3)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert all(figures[name]["error"] == "TimeoutError: its time is over" for name in ("slow", "later"))
-    assert time.monotonic() - start < 60
-    for _ in range(100):
-        left = [each for each in psutil.process_iter(["cmdline"]) if child in (each.info["cmdline"] or [])]
-        if all(each.status() == psutil.STATUS_ZOMBIE for each in left):
-            return
-        time.sleep(0.1)
-    pytest.fail("the program is still running")
-
-
 def test_program_returns_lines_or_reports_exit_code():
     [(seconds, line)] = Program([sys.executable, "-c", "print('done')"]).run()
     assert line == "done" and seconds > 0
@@ -234,8 +208,8 @@ def peer_settings(program):
     return dict(word[2:].split("=") for word in program.command if word.startswith("--"))
 
 
-WHOLE = [(cpu, name) for name in tables.TABLES if name != "generation" and name not in command_line.GPU_LIMITS]
-WHOLE += [(gpu, name) for name in ("cuda_graph", "small_to_loss", "gpu", "curve")]
+WHOLE = [(cpu, name) for name in tables.TABLES if name != "generation" and name not in command_line.ON_GPU]
+WHOLE += [(gpu, name) for name in ("cuda_graph", "gpu", "curve")]
 
 
 @pytest.mark.parametrize("module, name", WHOLE, ids=[name for _, name in WHOLE])
@@ -306,30 +280,12 @@ def test_ways_train_shape_of_group(name, groups, started, monkeypatch):
             facts = [model.n_layers, model.n_heads, model.d_model, config.seq_len, config.micro_batch_size]
             assert facts == [*expected.shape, expected.batch] and not model.bias and model.mlp == "gelu_erf"
             assert (model.dropout, config.steps) == (expected.dropout, 11 * expected.log_every)
-            assert config.profile and config.profile[1] <= 2 * expected.log_every, "not in a measured interval"
             assert bool(config.cuda_graph) == ("graph" in way) and config.compile == ("uncompiled" not in way)
             assert (config.optimizer.name, config.chunked_loss) == (
                 "muon" if "muon" in way else "adamw",
                 False if way == "whole loss" else None,
             )
     assert {group for group, way, _ in started(gpu, name)} == {*groups}
-
-
-def test_kernels_of_profiled_step_are_counted(monkeypatch, tmp_path):
-    """Operators of the host, and annotations of the GPU that span kernels, are no kernels."""
-    events = [{"cat": "kernel", "dur": 1500.0}, {"cat": "kernel", "dur": 500.0}]
-    events += [{"cat": "cpu_op", "dur": 9e6}, {"cat": "gpu_user_annotation", "dur": 9e6}, {"name": "of no category"}]
-
-    def run(self, out_dir):
-        folder = Path(out_dir.partition("=")[2]) / "run"
-        folder.mkdir()
-        (folder / "trace-steps-11-11-rank-0.json").write_text(json.dumps({"traceEvents": events}))
-        (folder / "metrics.jsonl").write_text('{"step": 10, "perf/peak_memory_bytes": 3145728}\n')
-        return [(1.0, "[step 10 / 20] loss = 1")]
-
-    monkeypatch.setattr(Program, "run", run)
-    expected = {"kernels": 2.0, "kernel_milliseconds": 2.0, "peak_mib": 3.0, "start_seconds": 1.0}
-    assert Program([]).train() == expected
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -343,125 +299,6 @@ def test_bare_loop_trains(processes):
     assert f"tokens: {4 * 32 * max(processes, 1)} a step" in [line for _, line in program.run("--steps", "1")]
 
 
-# Sessions
-
-
-@pytest.fixture
-def session(monkeypatch, tmp_path, capsys):
-    """Measure `bits` (two groups, each at most 100 seconds) and `tests` (one); return exit code and measured groups."""
-
-    def groups(names, options):
-        for name in names:
-            cases = {"ours": partial(call, name)} | ({"nanoGPT": dict} if options.nanogpt else {})
-            yield name, cases, {}
-
-    def call(name):
-        called.append(name)
-        if name in run.failing:
-            raise OSError("no")
-        return {"seconds": 1.0, "digest": "d", "summary": "s"}
-
-    def run(*words):
-        called.clear()
-        monkeypatch.setattr(sys, "argv", ["tools.benchmark", "bits", "tests", *words])
-        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", *sys.argv])
-        code, run.page = command_line.main(), capsys.readouterr().out
-        return code, [*called]
-
-    called, run.failing = [], set()
-    monkeypatch.setattr(gpu, "bits", partial(groups, ["one", "two"]))
-    monkeypatch.setattr(gpu, "tests", partial(groups, ["three"]))
-    monkeypatch.setattr(command_line, "GPU_LIMITS", {"bits": 100, "tests": 100})
-    monkeypatch.setattr(command_line.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tables, "machine", lambda: {"gpu": "NVIDIA H100", "cpu": "a CPU"})
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    tables.PAGE.write_text("<!-- bits -->\n<!-- end -->\n")
-    return run
-
-
-def test_groups_are_measured_while_there_is_time(session, tmp_path):
-    assert session("--budget_seconds", "99") == (1, ["one"]), "the first is always measured"
-    assert "| one | ours | d |" in session.page and "## tests\n\nnot measured" in session.page
-    assert "left out: bits, two;" in session.page and "left out: tests, three;" in session.page
-    assert session("--budget_seconds", "150") == (0, ["two", "three"]), "each took no time"
-    assert session.page.index("| one |") < session.page.index("| two |") < session.page.index("| three |")
-    assert "left out" not in session.page and "| one |" in tables.PAGE.read_text()
-    assert session("--budget_seconds", "99") == (0, [])
-    assert json.loads((tmp_path / "bits.json").read_text())["command"].endswith("bits --budget_seconds 150")
-    assert session() == (0, ["one", "two", "three"]), "without a budget everything is measured again"
-
-
-def test_failed_group_is_tried_again_after_the_others(session):
-    session.failing = {"one"}
-    assert session("--budget_seconds", "99") == (1, ["one"]) and "ours: OSError: no" in session.page
-    assert session("--budget_seconds", "999") == (1, ["two", "three", "one"])
-    session.failing = set()
-    assert session("--budget_seconds", "999") == (0, ["one"]) and "OSError" not in session.page
-
-
-@pytest.mark.parametrize("fact", ["gpu", "torch", "code", "nanoGPT"])
-def test_figures_of_other_code_are_dropped(fact, session, monkeypatch):
-    budget, versions = ["--budget_seconds", "999"], tables.provenance()
-    assert session(*budget) == (0, ["one", "two", "three"])
-    if fact == "gpu":
-        monkeypatch.setattr(tables, "machine", lambda: {"gpu": "NVIDIA Other", "cpu": "a CPU"})
-    elif fact != "nanoGPT":
-        monkeypatch.setattr(tables, "provenance", lambda: versions | {fact: "another"})
-    assert session(*budget, *(["--nanogpt", "path"] if fact == "nanoGPT" else [])) == (0, ["one", "two", "three"])
-
-
-def test_case_without_its_corpus_is_named(session, monkeypatch, tmp_path):
-    monkeypatch.setattr(command_line, "TEXTS", {"bits": tmp_path / "corpus"})
-    assert session() == (0, ["three"]) and f"bits: needs {tmp_path / 'corpus'}\n" in session.page
-    (tmp_path / "corpus").mkdir()
-    assert session() == (0, ["one", "two", "three"])
-
-
-def test_quick_run_needs_no_gpu_and_writes_nothing(session, monkeypatch, tmp_path):
-    monkeypatch.setattr(command_line.torch.cuda, "is_available", lambda: False)
-    assert session("--quick") == (0, ["one", "three"]), "the first group of a case"
-    assert json.loads(session.page)["tests"]["three"]["ours"]["summary"] == "s"
-    assert not list(tmp_path.glob("*.json")) and "| one |" not in tables.PAGE.read_text()
-    with pytest.raises(SystemExit, match="no GPU was found for bits, tests"):
-        session()
-
-
-def test_make_measures_every_case():
-    def words(target):
-        command = ["make", "--no-print-directory", "--dry-run", target, "GPU_PYTHON=python", "ARGS=--nanogpt path"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-
-    session = words("test-gpu")
-    cases = session[session.index("tools.benchmark") + 1 : session.index("--budget_seconds")]
-    assert {*cases} == command_line.GPU_LIMITS.keys()
-    budget = float(session[session.index("--budget_seconds") + 1])
-    assert max(command_line.GPU_LIMITS.values()) < budget < 600 and session[-2:] == ["--nanogpt", "path"]
-    assert {*tables.TABLES} - {*cases} <= {*words("bench")}
-
-
-def test_curve_says_when_nanogpts_loss_is_reached(monkeypatch, tmp_path):
-    def measured(step_seconds, *losses):
-        rows = [[40 * index, 99.0, loss] for index, loss in enumerate(losses)]
-        return {"124M": {"seconds_a_step": [step_seconds], "curve": rows}}
-
-    figures = {
-        "nanoGPT": measured(1.0, 9.0, 5.0, 4.0),
-        "ours": measured(0.5, 9.0, 4.5, 3.5),
-        "worse": measured(1.0, 9.0, 6.0),
-    }
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "PAGE", tmp_path / "page.md")
-    tables.PAGE.write_text("<!-- curve -->\n<!-- end -->\n")
-    tables.write_result("curve", figures)
-    tables.PAGE.write_text(tables.render_page())
-    tables.draw_curves()
-    lines = tables.PAGE.read_text().splitlines()[-4:-1]
-    assert lines[0].endswith("after 80 s (1.00x).") and lines[1].endswith("after 30 s (0.38x).")
-    assert lines[2].endswith("is not reached.") and (tmp_path / "curve.png").stat().st_size
-
-
 @pytest.mark.slow  # each starts a handful of programs
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_quick_run_measures(name, tmp_path):
@@ -469,7 +306,7 @@ def test_quick_run_measures(name, tmp_path):
     lacking = ["wandb", "matplotlib", *([] if name in command_line.TEXTS else ["datasets", "pyarrow"])]
     for package in lacking:  # a corpus of text is prepared elsewhere
         (tmp_path / f"{package}.py").write_text("raise ImportError(__name__)")
-    path = {"PYTHONPATH": str(tmp_path)} if name in command_line.GPU_LIMITS else {}
+    path = {"PYTHONPATH": str(tmp_path)} if name in command_line.ON_GPU else {}
     command = [sys.executable, "-m", "tools.benchmark", name, "--quick"]
     done = subprocess.run(command, cwd=ROOT, env=environment(**path), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,7 @@ def test_experiment_gives_each_run_a_gpu(tmp_path):
 
 def test_gpu_target_is_rehearsed():
     """`make test-gpu`: the tests marked `cuda` are found, and every case is measured in miniature."""
-    command = ["make", "test-gpu", "ARGS=--quick --budget_seconds 3000"]
+    command = ["make", "test-gpu", "ARGS=--quick"]
     done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert re.search(r"[1-9]\d*/\d+ tests collected", done.stdout) and '"tokens_per_second"' in done.stdout
+    assert re.search(r"[1-9]\d* passed", done.stdout) and '"tokens_per_second"' in done.stdout

@@ -33,8 +33,8 @@ def test_trial_names_first_difference(resumed, message):
 
 
 def test_trial_names_changed_results():
-    before = {"stories": {"state/digest": "1", "train/loss": 5.0}, "dropped": {"state/digest": "2"}}
-    after = {"stories": {"state/digest": "1", "train/loss": 5.0}, "added": {"state/digest": "3"}}
+    before = {"stories": {"state/digest": "1", "train/loss": 5.0}}
+    after = {"stories": {"state/digest": "1", "train/loss": 5.0, "added": 3}}
     assert changed_results(before, after) == []
     after["stories"]["state/digest"] = "4"
     assert changed_results(before, after) == ["stories: state/digest is 4, 1 before"]
@@ -54,11 +54,13 @@ def repository(tmp_path, monkeypatch):
 def test_trial_reports_defaults_against_head(repository, capsys, monkeypatch):
     """An edit in place changes them, which is no failure; a new setting does not."""
     trained = [{"stories": {"state/digest": "1"}}, {"stories": {"state/digest": "1"}}]
-    monkeypatch.setattr(trial, "train_at_defaults", lambda base, own: trained)
+    results = iter([])
+    monkeypatch.setattr(trial, "train_at_defaults", lambda folder: next(results))
     trial.report_defaults("HEAD")
     (repository / "code.py").write_text("x = 2\n")
+    results = iter(trained)
     trial.report_defaults("HEAD")
-    trained[1] = {"stories": {"state/digest": "2"}}
+    results = iter([trained[0], {"stories": {"state/digest": "2"}}])
     trial.report_defaults("HEAD")
     trial.report_defaults("no_such_branch")
     unchanged, same, edited, unknown = capsys.readouterr().out.splitlines()

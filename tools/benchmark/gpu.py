@@ -3,9 +3,7 @@
 --quick runs everything in miniature, without a GPU uncompiled and without CUDA graphs.
 """
 
-import importlib.util
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +15,6 @@ from config.parser import parse_config
 from model.gpt import build_on_meta_device
 from tools.benchmark import programs
 from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, Shape, train_to_loss
-from tools.benchmark.tables import ROOT
 from training.throughput import peak_bf16_flops
 
 ON_GPU = torch.cuda.is_available()
@@ -68,8 +65,7 @@ def speed(groups: dict[str, Speed], options: Namespace) -> Iterator[Group]:
     for name, (shape, batch, ways, log_every, vocab_size, dropout, more) in groups.items():
         if options.quick:
             batch, log_every, vocab_size = 4, 1, 256
-        profiled = f"--profile [{log_every + 1},{log_every + 1}]"  # in the warm-up, which is not measured
-        settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true {profiled} {more}"
+        settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true {more}"
         config = parse_config(programs.random_settings(shape, batch, log_every, settings).split())
         flops_per_token = build_on_meta_device(config.model).flops_per_token(shape.context)
         cases: dict[str, Case] = {}
@@ -95,34 +91,11 @@ gpu, cuda_graph = partial(speed, LARGE_MODELS), partial(speed, SMALL_MODELS)
 
 # Whole trainings
 
-CHAR = f"--config configs/shakespeare_char.yaml --evaluation.num_logged_generations 0 {WITHOUT_WANDB}"
 MODERN = """--model.position rope --model.norm rmsnorm --model.mlp relu2 --model.qk_norm true --model.zero_init true
     --optimizer.name muon --schedule.name wsd --schedule.min_lr_ratio 0"""
-MODERN_11M = f"""{MODERN} --model.rope_theta 1000 --optimizer.lr 4e-3 --optimizer.betas [0.9,0.95] --steps 1000
-    --schedule.warmup_steps 20 --schedule.decay_steps 750 --evaluation.every 50"""
-# Candidates for the fewest seconds to 1.47 nats/character, where nanoGPT's recipe ends.
-RECIPES = {
-    "Muon, 1,000 steps": MODERN_11M,
-    "Muon, 600 steps": f"{MODERN_11M} --steps 600 --schedule.decay_steps 450",
-    "Muon, 8 x 256": f"{MODERN_11M} {Shape(8, 4, 256, 256).settings()} --steps 1200 --schedule.decay_steps 900",
-    "Muon, 1,500 steps, more regularised": f"""{MODERN_11M} --model.dropout 0.3 --optimizer.weight_decay 0.3
-        --steps 1500 --schedule.decay_steps 1125""",
-    "configs/shakespeare_char.yaml": "--steps 5000",
-}
 # For --quick.
 SHORT = """--steps 11 --schedule.warmup_steps 0 --schedule.decay_steps 5 --evaluation.every 5 --tracking.log_every 1
     --micro_batch_size 4 --global_batch_size 4"""
-
-
-def small_to_loss(options: Namespace) -> Iterator[Group]:
-    """Seconds from launch to 1.47 nats/character on --text, another seed in each round of ours."""
-    target, short = (math.inf, SHORT) if options.quick else (1.47, "")
-    for recipe, own in RECIPES.items():
-        ways = ("compiled, graph", "uncompiled, graph") if ON_GPU else ("compiled", "uncompiled")
-        cases = {way: train_to_loss(options, f"{CHAR} {own} {WAYS[way]} {short}", target, BF16) for way in ways}
-        yield recipe, cases, {}
-    if options.nanogpt:
-        yield PEER, {PEER: lambda: programs.nanogpt(options, "--dtype=bfloat16", on_text=True).train(target)}, {}
 
 
 def curve(options: Namespace) -> Iterator[Group]:
@@ -151,15 +124,3 @@ def curve(options: Namespace) -> Iterator[Group]:
     half = f"{muon} --steps 200 --schedule.warmup_steps 20 --schedule.decay_steps 150"
     for name, own in {"ours, its recipe": settings, "ours, Muon": muon, "ours, Muon, half the steps": half}.items():
         yield name, {"124M": train_to_loss(options, f"{own} {SHORT if options.quick else ''}", -math.inf, BF16)}, {}
-
-
-def run_tests(selected: str, options: Namespace) -> Iterator[Group]:
-    """Run selected tests that need a GPU; the figure is their summary."""
-    marked = sorted(str(file) for file in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in file.read_text())
-    workers = ["--numprocesses", "8"] if importlib.util.find_spec("xdist") else []  # these share the GPU
-    files = ["--co", "-q", *marked] if options.quick else [*workers, *marked]
-    program = programs.Program([sys.executable, "-m", "pytest", "-m", "cuda", "-k", selected, "-rfE", *files])
-    yield "marked cuda", {"pytest": lambda: {"summary": program.run()[-1][1].strip("= ")}}, {}
-
-
-bits, tests = partial(run_tests, "cuda_graph"), partial(run_tests, "not cuda_graph")

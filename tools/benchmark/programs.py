@@ -3,7 +3,6 @@
 Settings are written as on a command line, where later ones override earlier ones.
 """
 
-import json
 import math
 import os
 import pickle
@@ -105,18 +104,16 @@ class Program(NamedTuple):
 
         Speeds are medians over the intervals between log lines after the warm-up. If there were evaluations, `seconds`
         and `tokens` are those until the first with a loss of at most `target`, or until the last. Peak memory is that
-        of the process, or on a GPU. Kernels are those of the step that train.py profiles on a GPU.
+        of the process, or on a GPU.
         """
         with TemporaryDirectory() as folder:
             lines = self.run(f"--out_dir={folder}")
             rows = [row for file in Path(folder).glob("*/metrics.jsonl") for row in read_rows(file)]
-            kernels = [kernel for file in Path(folder).glob("*/trace-*.json") for kernel in read_kernels(file)]
         logged, evaluations, tokens = read_log(lines)
         peaks = [row["perf/peak_memory_bytes"] for row in rows if "perf/peak_memory_bytes" in row]
         peaks += [int(found[1]) for _, line in lines if (found := re.match(r"peak memory: (\d+) bytes", line))]
         figures: dict[str, Any] = {"start_seconds": min(logged.values())}
         figures |= {"peak_mib": max(peaks) / 2**20} if peaks else {}
-        figures |= {"kernels": float(len(kernels)), "kernel_milliseconds": sum(kernels)} if kernels else {}
         if intervals := list(pairwise(list(logged.items())[WARM_UP:])):
             step_seconds = statistics.median((end - start) / (to - since) for (since, start), (to, end) in intervals)
             figures |= {"seconds_a_step": step_seconds, "tokens_per_second": tokens / step_seconds}
@@ -125,12 +122,6 @@ class Program(NamedTuple):
             figures |= {"seconds": seconds, "val/loss": loss, "curve": evaluations}
             figures |= {"tokens": float(step * tokens)} if tokens else {}
         return figures
-
-
-def read_kernels(trace: Path) -> list[float]:
-    """Return the milliseconds of each GPU kernel in a trace of `--profile`."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    return [event["dur"] / 1000 for event in events if event.get("cat") == "kernel"]
 
 
 def read_log(lines: list[tuple[float, str]]) -> tuple[dict[int, float], list[tuple[int, float, float]], int]:

@@ -12,7 +12,6 @@ import re
 import resource
 import sys
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -25,22 +24,19 @@ from tools import plot
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
 Figures = dict[str, dict[str, dict]]
-KERNELS = {"kernel_milliseconds": "ms of kernels", "kernels": "kernels"}
 SPEED, SECONDS, LOSS = {"tokens_per_second": "tokens/s"}, {"seconds": "seconds"}, "validation loss, nats/"
+MEMORY = {"peak_mib": "peak, MiB"}
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": SECONDS | {"val/loss": f"{LOSS}character", "tokens": "tokens"},
     "overhead": SPEED,
-    "memory": {"peak_mib": "peak, MiB", "seconds_a_step": "seconds/step"},
-    "exactness": {"seconds_a_step": "seconds/step", "peak_mib": "peak, MiB"},
+    "memory": MEMORY | {"seconds_a_step": "seconds/step"},
+    "exactness": {"seconds_a_step": "seconds/step"} | MEMORY,
     "checkpoint_stall": {"waits_seconds": "seconds"},
     "startup": SECONDS,
     "generation": SPEED,
-    "bits": {"digest": "digest"} | SECONDS,
-    "cuda_graph": SPEED | KERNELS | {"peak_mib": "peak, MiB", "start_seconds": "seconds to the first log line"},
-    "small_to_loss": SECONDS | {"val/loss": f"{LOSS}character"},
-    "tests": {"summary": "summary"},
-    "gpu": SPEED | {"mfu": "MFU", "peak_mib": "peak, MiB"},
+    "gpu": SPEED | {"mfu": "MFU"} | MEMORY,
+    "cuda_graph": SPEED | MEMORY,
     "curve": SPEED | {"val/loss": f"last {LOSS}token", "seconds": "seconds from the launch"},
 }
 NO_RATIO = {"val/loss", "mfu"}
@@ -81,19 +77,6 @@ def read_result(name: str) -> dict:
     """Return a result, without figures if it was never measured."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {"figures": {}}
-
-
-def own_figures(name: str, with_peer: bool) -> Figures:
-    """Return what this code has measured on a machine like this one, with or without nanoGPT."""
-    record, here, versions = read_result(name), machine(), provenance()
-    same = all(record.get("machine", {}).get(fact) == here.get(fact) for fact in ("gpu", "cpu"))
-    same = same and all(record.get("versions", {}).get(fact) == versions[fact] for fact in ("torch", "code"))
-    return record["figures"] if same and ("--nanogpt" in record["command"]) == with_peer else {}
-
-
-def failed(cases: dict[str, dict]) -> bool:
-    """Return whether a case of a group failed."""
-    return any("error" in case for case in cases.values())
 
 
 def format_value(value: object, unit: str = "") -> str:
@@ -144,8 +127,7 @@ def section(name: str, record: dict) -> str:
     if others := [cores for case in cases for cores in case.get("others_cores", [])]:
         caption += f"; cores busy with other work: median {median(others):.2f}, at most {max(others):.2f}"
     header, *lines = ("| " + " | ".join(row) + " |" for row in table_rows(figures, TABLES[name]))
-    lines = [header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."]
-    return "\n".join(lines + ([""] + times_to_peer(figures) if name == "curve" else []))
+    return "\n".join([header, "|---" * (header.count(" | ") + 1) + "|", *lines, "", f"{caption}."])
 
 
 def replace_table(text: str, name: str, table: str) -> str:
@@ -163,43 +145,18 @@ def render_page() -> str:
     return text
 
 
-def curves(figures: Figures) -> dict[str, list[tuple[float, float]]]:
-    """Return the evaluations of each program as (seconds of its steps, validation loss)."""
-    return {
-        name: [(step * median(case["seconds_a_step"]), loss) for step, _, loss in case["curve"]]
-        for name, cases in figures.items()
-        for case in cases.values()
-        if "curve" in case
-    }
-
-
-def times_to_peer(figures: Figures) -> list[str]:
-    """Return when each program reaches nanoGPT's last loss, linear between evaluations."""
-    points, lines = curves(figures), []
-    last_seconds, target = points.get("nanoGPT", [(0.0, 0.0)])[-1]
-    for name, losses in points.items():
-        when = "not reached"
-        for (start, above), (end, below) in pairwise(losses):
-            if below <= target < above:
-                seconds = start + (end - start) * (above - target) / (above - below)
-                when = f"reached after {seconds:.0f} s ({seconds / last_seconds:.2f}x)"
-                break
-        lines.append(f"- {name}: nanoGPT's last loss, {target:.3f}, is {when}.")
-    return lines
-
-
 def draw_curves() -> None:
-    """Draw the result of `curve`, if there is one."""
-    if not (points := curves(read_result("curve")["figures"])):
-        return
+    """Draw the losses of `curve` over the seconds of the steps, if it was measured."""
     figure = plot.new_figure(7, 4.2)
     axes = figure.add_subplot()
-    for index, (name, losses) in enumerate(points.items()):
-        shown = losses[1:]  # without the loss of the initial weights
-        axes.plot(*zip(*shown, strict=True), **plot.run_style(index), **plot.markers(index, len(shown)), label=name)
-    plot.style_loss_axes(axes, "seconds")
-    axes.legend()
-    plot.save(figure, RESULTS / "curve.png")
+    for index, (name, cases) in enumerate(read_result("curve")["figures"].items()):
+        for case in cases.values():
+            shown = [(step * median(case["seconds_a_step"]), loss) for step, _, loss in case["curve"][1:]]
+            axes.plot(*zip(*shown, strict=True), **plot.run_style(index), **plot.markers(index, len(shown)), label=name)
+    if axes.lines:
+        plot.style_loss_axes(axes, "seconds")
+        axes.legend()
+        plot.save(figure, RESULTS / "curve.png")
 
 
 if __name__ == "__main__":
