@@ -70,7 +70,7 @@ def converse(loaded: LoadedModel, config: SampleConfig) -> None:
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
     template, history = ChatTemplate(loaded.tokenizer), []
-    ends, system = template.ends_of_answer(), []
+    ends, system = template.ends_of_answer, []
     if config.system is not None:
         system = [{"role": "system", "content": config.system}]
         check_system(system, template, room)

@@ -134,7 +134,7 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
-        if len(ends := ChatTemplate(tokenizer).ends_of_answer()) > 1:
+        if len(ends := ChatTemplate(tokenizer).ends_of_answer) > 1:
             hf_model.generation_config.eos_token_id = sorted(ends)
         hf_model.generation_config.pad_token_id = tokenizer.eos_token_id
     try:

@@ -1,6 +1,7 @@
 """Conversations rendered by the chat template of a tokenizer, for data.prepare and for chatting with a model."""
 
 import re
+from bisect import bisect_right
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -85,32 +86,33 @@ class ChatTemplate:
         conversation belongs to no answer, because no token predicts it.
 
         Raises:
-            ConfigError: the template cannot render these messages, or the answers cannot be located.
+            ConfigError: the template cannot render these messages, the answers cannot be located, or the last token of
+                one, whitespace aside, is not in `ends_of_answer`.
         """
-        variables = {"tools": tools, **(chat_template_kwargs or {})}
-        text, marked = self._render(messages, variables)
-        tokens, spans = self._tokenize(text)
-        if marked is None:
-            in_answer = self._find_answers(text, messages, variables)
-            # A token that straddles the boundary, such as a double newline, belongs to the prompt.
-            answers = [in_answer[begin] for begin, _ in spans]
-        else:
-            in_answer = _mark_answers(marked, text, messages)
-            answers = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in spans]
-        return tokens, [0, *answers[1:]]
+        tokens, is_target, last_targets = self._encode(messages, {"tools": tools, **(chat_template_kwargs or {})})
+        for last in last_targets:
+            if tokens[last] not in self.ends_of_answer:
+                raise ConfigError(
+                    f"tokenizer: its chat template ends an answer with {self.tokenizer.decode(tokens[last])!r} instead "
+                    "of a special token, so a model would not learn where to stop; save the tokenizer, write {{ "
+                    "eos_token }} after each answer in its chat_template.jinja, before any {% endgeneration %}, and "
+                    "name that folder"
+                )
+        return tokens, is_target
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Return the tokens of a conversation and a generation prompt; raise ConfigError if it cannot be rendered."""
         return self._tokenize(self._render(messages, {}, add_generation_prompt=True)[0])[0]
 
+    @cached_property
     def ends_of_answer(self) -> set[int]:
-        """Return the tokens that end an answer: the end of text, and the last special token of a rendered answer."""
+        """The tokens that end an answer: the end of text, and the special token with which the template ends one."""
         ends = set() if self.tokenizer.eos_token_id is None else {self.tokenizer.eos_token_id}
         if self.tokenizer.chat_template is not None:
             with suppress(ConfigError):  # a template that cannot render a question and its answer
-                row = self.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
-                answer_tokens = [token for token, is_answer in zip(*row, strict=True) if is_answer]
-                ends.update([token for token in answer_tokens if token in self.tokenizer.added_tokens_decoder][-1:])
+                messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+                tokens, _, last_targets = self._encode(messages, {})
+                ends.update({tokens[last] for last in last_targets} & self.tokenizer.added_tokens_decoder.keys())
         return ends
 
     @cached_property
@@ -128,6 +130,27 @@ class ChatTemplate:
         named |= THOUGHTS if named & THOUGHTS else set()
         has_system = any(message["role"] == "system" for message in conversation["messages"])
         return find_template_keys(conversation) - named | ({"system"} if has_system and self.ignores_system else set())
+
+    def _encode(self, messages: list[Message], variables: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        """Encode a conversation; return tokens and targets as `encode`, and the index of each answer's last token.
+
+        Whitespace at the end of an answer does not count, such as the line break that separates turns.
+        """
+        text, marked = self._render(messages, variables)
+        tokens, spans = self._tokenize(text)
+        answers = self._find_answers(text, messages, variables) if marked is None else _with_weight(marked, messages)
+        in_answer = bytearray(len(text) + 1)
+        for begin, end in answers:
+            in_answer[begin:end] = b"\1" * (end - begin)
+        if marked is None:
+            # A token that straddles the boundary, such as a double newline, belongs to the prompt.
+            is_target = [in_answer[begin] for begin, _ in spans]
+        else:
+            is_target = [int(any(in_answer[begin : max(end, begin + 1)])) for begin, end in spans]
+        begins = [begin for begin, _ in spans]
+        last_characters = [begin + len(text[begin:end].rstrip()) - 1 for begin, end in answers]
+        last_targets = [max(bisect_right(begins, character) - 1, 0) for character in last_characters]
+        return tokens, [0, *is_target[1:]], last_targets
 
     def _render(
         self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = False
@@ -181,9 +204,9 @@ class ChatTemplate:
         tokens: list[Any] = [self._token_of.get(token, token) for token in encoded.ids]
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 
-    def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> bytearray:
-        """Return 1 at each character of `text` that belongs to an answer, for a template that does not mark them."""
-        in_answer = bytearray(len(text) + 1)
+    def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> list[tuple[int, int]]:
+        """Return the (begin, end) of each answer in `text`, for a template that does not mark them."""
+        answers = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
@@ -205,22 +228,19 @@ class ChatTemplate:
                     "{% generation %} and {% endgeneration %} around answers in its chat_template.jinja, and name that "
                     "folder"
                 )
-            in_answer[begin : begin + len(found)] = b"\1" * len(found)
-        return in_answer
+            answers.append((begin, begin + len(found)))
+        return answers
 
 
-def _mark_answers(marked: list[tuple[int, int]], text: str, messages: list[Message]) -> bytearray:
-    """Return 1 at each character of `text` in the `marked` spans, except answers of weight 0."""
+def _with_weight(marked: list[tuple[int, int]], messages: list[Message]) -> list[tuple[int, int]]:
+    """Return the `marked` spans of a text without those of answers of weight 0."""
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if 0 not in weights:
+        return marked
     if len(weights) != len(marked):
-        if 0 in weights:
-            problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so which answer is which"
-            raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
-        weights = [1] * len(marked)
-    in_answer = bytearray(len(text) + 1)
-    for (begin, end), weight in zip(marked, weights, strict=True):
-        in_answer[begin:end] = bytes([int(weight)]) * (end - begin)
-    return in_answer
+        problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so which answer is which"
+        raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
+    return [span for span, weight in zip(marked, weights, strict=True) if weight]
 
 
 def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:

@@ -481,6 +481,42 @@ def test_prepare_refuses_template_that_rewrites_answers(folder, tmp_path):
     assert "Roles must alternate" in refusal([MESSAGES], tmp_path, str(tokenizer))
 
 
+LINES = (
+    CHATML.replace("<|im_start|>' + ", "' + ").replace("<|im_end|>", "").replace("'<|im_start|>assistant", "'assistant")
+)
+WITHOUT_END = {
+    "the next role ends a turn": CHATML.replace("<|im_end|>\n", ""),
+    "plain lines": LINES,
+    "a token within the answer": CHATML.replace(
+        "message['content'] + '<|im_end|>\n'", "'<|im_end|>' + message['content']"
+    ),
+    "the end is not marked": MARKED.replace(
+        " + eos_token }}{% endgeneration %}", " }}{% endgeneration %}{{ eos_token }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", WITHOUT_END.values(), ids=WITHOUT_END)
+def test_prepare_refuses_template_whose_answers_do_not_end(folder, tmp_path, template):
+    """A model that is trained on answers without an end never stops."""
+    tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
+    set_chat_template(tokenizer, template)
+    messages = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "b<|im_end|>c")] * 2]
+    message = refusal([{"messages": messages}], tmp_path, str(tokenizer))
+    assert "its chat template ends an answer with 'c' instead of a special token" in message and "\n" not in message
+    assert ChatTemplate(AutoTokenizer.from_pretrained(tokenizer)).ends_of_answer == {0}, "the end of text alone"
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
+def test_each_answer_ends_with_a_token_that_ends_the_chat(folder, name):
+    template = ChatTemplate(AutoTokenizer.from_pretrained(folder / name / "tokenizer"))
+    for messages in CONVERSATIONS:
+        tokens, answers = template.encode(messages)
+        last = [i for i, token in enumerate(tokens) if answers[i] and token in template.ends_of_answer]
+        assert len(last) == sum(message["role"] == "assistant" for message in messages)
+        assert all(not any(answers[i + 2 : i + 3]) for i in last), "at most a line break follows"
+
+
 # Rows
 
 
