@@ -1,15 +1,17 @@
 """Ideas as given on the command line (settings, code, or both), as commits and folders of code.
 
 Code is trained from folders of its own, so that edits of the working tree during an experiment reach no run. The
-working tree and patches become commits that no branch contains, which git deletes after some weeks; a lab keeps the
+working tree and patches become commits that no branch contains, which git deletes after some weeks; a race keeps the
 diffs.
 """
 
+import ast
 import os
 import re
 import shlex
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,11 +29,12 @@ ROOT = Path(__file__).parents[2]
 WHO = {"NAME": "experiment", "EMAIL": "experiment", "DATE": "2000-01-01T00:00:00Z"}
 AUTHOR = {f"GIT_{who}_{what}": value for who in ("AUTHOR", "COMMITTER") for what, value in WHO.items()}
 
-# Overrides user settings that would run programs, change the code in `git apply`, or escape file names.
-OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false")
-# Files that define the data and the evaluation; in other Python files, a changed line that mentions a seed counts, too.
-# The order of the training data may change, because the judge counts the sequences of a whole run.
-DATA_FILES, ORDER_FILE = ("data/", "training/evaluation.py"), "data/sampler.py"
+# Overrides user settings that would run programs, change the code in `git apply`, or escape file names. Git refuses a
+# clone that another user owns, as in a container, because its hooks could run that user's code; no hook runs here.
+OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quotePath=false", "safe.directory=*")
+# The data are the baseline's, so that what its loader delivers can be trusted. The order of the training data may
+# change, because the evaluator counts the sequences of a whole run.
+DATA_FOLDER, ORDER_FILE = "data/", "data/sampler.py"
 PATCH_SUFFIXES = (".patch", ".diff")
 PRINTING_OPTIONS = ("--help", "-h", "--print_config")
 SETTINGS_LINE = "Settings:"  # begins a line above the first diff of a patch
@@ -49,8 +52,6 @@ class Idea:
     """Commit that the code is based on; None if only settings change."""
     diff: str = ""
     """Diff of the code from the base."""
-    failure: str = ""
-    """Why it cannot be on in a run of a screen."""
 
     @cached_property
     def key(self) -> str:
@@ -67,18 +68,6 @@ class Idea:
     def files(self) -> set[str]:
         """Files that the diff changes."""
         return {name for pair in re.findall(r"^diff --git a/(.*) b/(.*)$", self.diff, re.MULTILINE) for name in pair}
-
-    @property
-    def data_files(self) -> list[str]:
-        """Changed files that define the data, the evaluation or the seeding, and so what the losses mean."""
-        changed = []
-        for part in re.split(r"^diff --git ", self.diff, flags=re.MULTILINE)[1:]:
-            before, _, name = part.split("\n", 1)[0].removeprefix("a/").rpartition(" b/")
-            is_code = name.endswith(".py") and not name.startswith("tests/")
-            seeds = is_code and re.search(r"^[+-](?!\+\+ |-- ).*seed", part, re.MULTILINE)
-            if name != ORDER_FILE and (before.startswith(DATA_FILES) or name.startswith(DATA_FILES) or seeds):
-                changed.append(name)
-        return changed
 
 
 def idea_texts(arguments: Iterable[str]) -> list[str]:
@@ -106,8 +95,8 @@ def parse_idea(text: str) -> Idea:
             diff of a patch gives settings, too.
 
     Raises:
-        ConfigError: the text is none of these, changes nothing, changes what the losses mean, or has an option that
-            is no setting of the training.
+        ConfigError: the text is none of these, changes nothing, changes the data or the seeds, or has an option that is
+            no setting of the training.
     """
     words = split_words(text)
     if not any(words):
@@ -131,12 +120,35 @@ def parse_idea(text: str) -> Idea:
     # As a patch that git can apply, whatever `git diff` is configured to print.
     diff = git("diff-tree", "-p", "--binary", "--full-index", "--find-renames", base, commit) + "\n"
     idea = Idea(text, check_options(settings), base, diff)
-    if idea.data_files:
+    if changed := data_changes(idea, base, commit):
         raise ConfigError(
-            f"idea: {text!r} changes the data, the evaluation or the seeds in {', '.join(idea.data_files)}, so its "
-            "losses would mean something else"
+            f"idea: {text!r} changes the data or the seeds in {', '.join(changed)}, so its losses would mean something "
+            "else"
         )
     return idea
+
+
+def data_changes(idea: Idea, base: str, commit: str) -> list[str]:
+    """Return the changed files of `data/`, and those whose statements about seeds changed; but not ORDER_FILE."""
+    changed = []
+    for name in sorted(idea.files - {ORDER_FILE}):
+        is_code = name.endswith(".py") and not name.startswith("tests/")
+        if name.startswith(DATA_FOLDER) or (is_code and seed_statements(base, name) != seed_statements(commit, name)):
+            changed.append(name)
+    return changed
+
+
+def seed_statements(commit: str, file: str) -> Counter[str]:
+    """Count the lines of code of a file that mention a seed, without comments and docstrings."""
+    try:
+        tree = ast.parse(git("show", f"{commit}:{file}"))
+    except (ConfigError, SyntaxError):  # it does not exist there, or a run of it will fail
+        return Counter()
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # such as a docstring
+                child.value.value = ""
+    return Counter(line.strip() for line in ast.unparse(tree).splitlines() if "seed" in line)
 
 
 def split_words(text: str) -> list[str]:

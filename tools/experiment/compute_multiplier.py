@@ -1,69 +1,54 @@
-"""The compute multiplier: steps that the baseline would need for the candidate's loss, relative to its own."""
+"""The compute multiplier: steps that the baseline would need for the loss of a variant, relative to its own."""
 
 import math
-import statistics
 
 import numpy as np
 from scipy import stats
 
-from tools.experiment.sequential_test import welch_quantile
-
-# Budgets that the baseline is trained for too, relative to the steps of the experiment.
+# Budgets that the baseline is trained for too, relative to the steps of the experiment, and runs of each.
 BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
-# Significance level of the difference and of the curve. An experiment stops at the seed that decides it, which lowers
-# the coverage by up to one percentage point: at this level, simulated intervals cover the ratio in 95% to 99% of cases.
-LEVEL = 0.04
-
+SEEDS_OF_BUDGET = 2
+LEVEL = 0.05
 
 Estimate = tuple[float, float, float]
 """A ratio and its 95% interval."""
 
 
-def estimate_compute_multiplier(
-    budgets: list[tuple[float, float]], baseline: list[float], candidate: list[float]
-) -> Estimate | None:
-    """Convert a difference in loss into a multiple of the steps, by runs of the baseline on shorter and longer budgets.
+def estimate_compute_multiplier(budgets: list[tuple[float, float]], variant: list[float]) -> Estimate | None:
+    """Convert the log loss of a variant into a multiple of the baseline's steps, by its runs on other budgets.
 
-    The multiple is that of the steps at which the baseline reaches the candidate's loss. It is clipped to the range of
-    BUDGETS, and so is its interval: an end of that range is a bound.
+    The multiple is that of the steps at which the baseline reaches the variant's loss. It is clipped to the range of
+    BUDGETS, and so is its interval: an end of that range is a bound. The interval holds at a single look.
 
-    A parabola in x = log(budget) is fitted to log(loss) by least squares; solving b x + c x^2 =
-    log(candidate / baseline) gives x. The interval combines Welch's interval of the difference, mapped through the
-    curve, with the curve's own error by the delta method, as the root of the sum of squares at each end (MOVER: Zou and
-    Donner, "Construction of confidence intervals about effect measures", 2008).
+    A parabola in x = log(budget) is fitted to the log losses by least squares; solving a + b x + c x^2 = (mean log loss
+    of the variant) gives x. The interval adds the variance of that mean to the curve's own, by the delta method.
 
     Args:
-        budgets: (steps relative to the experiment, loss) of every run of the baseline.
-        baseline: losses of the baseline on budget 1, of two seeds or more.
-        candidate: as many losses of the candidate.
+        budgets: (steps relative to the experiment, log loss) of every run of the baseline.
+        variant: log losses of the variant.
 
     Returns:
-        None where the losses do not fall with more steps, are not positive, or are too few for the fit.
+        None where the losses do not fall with more steps, or are too few for the fit.
     """
-    relative_steps, losses = (np.array(column, float) for column in zip(*budgets, strict=True))
-    if len(set(relative_steps)) < 3 or len(relative_steps) < 5 or losses.min() <= 0:
+    x, y = (np.array(column, float) for column in zip(*budgets, strict=True))
+    x = np.log(x)
+    if len(set(x)) < 3 or len(x) < 5 or len(variant) < 2:
         return None
-    (curvature, slope, _), covariance = np.polyfit(np.log(relative_steps), np.log(losses), 2, cov=True)
-    if slope >= 0:
+    coefficients, covariance = np.polyfit(x, y, 2, cov=True)
+    target, ends = float(np.mean(variant)), (float(x.min()), float(x.max()))
+
+    def log_steps(value: float) -> float:
+        """Return log(relative steps) at which the baseline has a log loss."""
+        grid = np.linspace(*ends, 2001)
+        return float(grid[np.abs(np.polyval(coefficients, grid) - value).argmin()])
+
+    slopes = np.polyval(np.polyder(coefficients), np.linspace(*ends, 5))
+    if (slopes >= 0).any():
         return None
-    mean = statistics.fmean(baseline)
-    change = statistics.fmean(candidate) - mean
-    variances = [statistics.variance(losses) / len(losses) for losses in (baseline, candidate)]
-    quantile = float(welch_quantile(LEVEL, variances[0], variances[1], len(candidate))) if any(variances) else 0.0
-    half_width = math.sqrt(sum(variances)) * quantile
-    ends = math.log(relative_steps.min()), math.log(relative_steps.max())
-
-    def log_steps(change: float) -> float:
-        """Return log(relative steps) at which the baseline's loss has changed by `change`."""
-        ratio = max(1 + change / mean, 1e-9)
-        root = slope**2 + 4 * curvature * math.log(ratio)
-        if root < 0:  # the parabola turns before it reaches this loss
-            return ends[1] if change < 0 else ends[0]
-        return min(max(2 * math.log(ratio) / (slope - math.sqrt(root)), ends[0]), ends[1])
-
-    x, low, high = (log_steps(value) for value in (change, change + half_width, change - half_width))
-    gradient = np.array([x**2, x]) / (slope + 2 * curvature * x)
-    error = math.sqrt(gradient @ covariance[:2, :2] @ gradient)
-    error *= float(stats.t.isf(LEVEL / 2, len(relative_steps) - 3))
-    low, high = max(x - math.hypot(x - low, error), ends[0]), min(x + math.hypot(high - x, error), ends[1])
-    return math.exp(x), math.exp(low), math.exp(high)
+    solution = log_steps(target)
+    powers = np.array([solution**2, solution, 1.0])
+    variance = powers @ covariance @ powers + np.var(variant, ddof=1) / len(variant)
+    error = math.sqrt(variance) / -float(np.polyval(np.polyder(coefficients), solution))
+    error *= float(stats.t.isf(LEVEL / 2, min(len(x) - 3, len(variant) - 1)))
+    low, high = max(solution - error, ends[0]), min(solution + error, ends[1])
+    return math.exp(solution), math.exp(low), math.exp(high)

@@ -1,158 +1,185 @@
-"""Confirm accepted ideas: together, alone, and all but one, against the baseline, on seeds that no screen has used."""
+"""Confirm what a race found: all of it, each of its steps, and all of it without each idea, on reserved seeds.
+
+The statistic is that of the race (verdicts.py), so more seeds may be added after a look at the result.
+"""
 
 import json
 import math
-import statistics
 import sys
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+import time
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
-from config.errors import ConfigError, RunError
-from tools.experiment import judge
-from tools.experiment.arm import Arm, Recipe, scale_parameters
+from config.errors import ConfigError
+from storage.files import write_atomically
+from tools.experiment import report, verdicts
 from tools.experiment.change import Idea, idea_texts, parse_idea
-from tools.experiment.experiment import run_with_json
-from tools.experiment.ideas import CONTROL
+from tools.experiment.race import (
+    baseline_margin,
+    experiment_folder,
+    open_experiment,
+    resolve_baseline,
+    run_with_json,
+)
 from tools.experiment.record import Record
-from tools.experiment.report import analyze, confirmation_lines, save_result
+from tools.experiment.runs import FIRST_RESERVED_SEED, Next, Runs
 from tools.experiment.settings import ConfirmConfig
+from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
-
-FIRST_SEED = 5000  # screens and comparisons count from 0
-LEVEL = 0.05
-
-
-@dataclass
-class ArmDifference:
-    """A difference between two arms; changes are those of the geometric mean over seeds, as fractions."""
-
-    size: float
-    arm: str
-    against: str
-    predicted: float | None
-    """By the screen, as the product of its effects."""
-    effect: float
-    low: float
-    """Lower end of the 95% interval (Welch)."""
-    high: float
-    p: float
-    """Corrected for the number of differences (Holm 1979)."""
-    verdict: str = "unknown"
 
 
 def main(config: ConfirmConfig) -> None:
-    """Train the arms, save the table and print it.
+    """Train the variants, save the table and print it.
 
     Raises:
-        ConfigError: no idea is accepted or given, or the ideas are refused or cannot be on together.
-        RunError: a run failed.
+        ConfigError: there is nothing to confirm, or the ideas are refused or conflict.
+        RunError: the environment failed, for example by a full disk.
         SystemExit: with code 75 after a signal; run the same command again to resume.
     """
     run_with_json(config, confirm)
 
 
 def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
-    """Train the arms, save the table and return it as lines."""
-    screen = recipe.arm().name
-    file = recipe.lab / "screens" / screen / "screen.json"
-    if not (file.exists() or config.ideas):
-        raise ConfigError(f"lab: {recipe.lab} has no screen of these settings; give those of the screen, or name ideas")
-    effects, ideas = read_effects(file, recipe.lab) if file.exists() else ({}, [])
-    if config.ideas:
-        ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()]
-    if not ideas:
-        raise ConfigError("ideas: the screen accepted none; name those to confirm")
-    for one, other in combinations(ideas, 2):
-        if both := one.setting_names & other.setting_names:
-            raise ConfigError(f"idea: {other.text!r} and {one.text!r} set {min(both)}; confirm them one by one")
+    """Train the variants, save the table and return it as lines."""
+    baseline, recipe = resolve_baseline(recipe)
+    folder = experiment_folder(config, recipe, baseline)
+    ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()] or newest_stack(folder)
     if config.data_seed is not None:
-        recipe = replace(recipe, words=[*recipe.words, f"--data.seed={config.data_seed}"])
+        recipe = replace(recipe, settings=(*recipe.settings, ("data.seed", config.data_seed)))
+    stacks, pairs = plan(ideas)
+    resolved = dict(zip(stacks, recipe.variants(stacks.values()), strict=True))
+    variants = {name: variant for name, variant in resolved.items() if isinstance(variant, Variant)}
+    for name, problem in resolved.items():
+        if isinstance(problem, Exception):
+            raise ConfigError(f"ideas: {name}: {problem}")
+        if config.data_seed is None:
+            check_targets(baseline, variants[name])
+    factors = config.factors
+    test_seed = open_experiment(folder, recipe.checkouts)
+    runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
+    sizes = {size: {name: scale_parameters(variant, size) for name, variant in variants.items()} for size in factors}
+    say_cost(config, runs, sizes, baseline)
+    train(config, runs, sizes)
 
-    on, pairs = plan_arms(ideas)
-    arms = {name: recipe.arm(own) for name, own in on.items()}
-    judge.check_settings(arms["baseline"], arms["all"])
-    if failed := judge.failed_checks(arms["all"]):
-        raise ConfigError(f"ideas: together they break checks of verify.py: {failed}")
     differences = []
-    for size in config.factors:
-        losses = train(jobs, {name: scale_parameters(arm, size) for name, arm in arms.items()}, config.seeds)
-        for arm, against, changed in pairs:
-            known = [1 + effects[idea.key] for idea in changed if idea.key in effects]
-            predicted = math.prod(known) - 1 if len(known) == len(changed) else None
-            differences.append(compare(size, arm, against, predicted, losses[arm], losses[against]))
-    correct(differences)
-    names = [idea.text for idea in ideas]
-    result = {"ideas": names, "seeds": config.seeds, "data_seed": config.data_seed}
-    result["differences"] = [asdict(one) for one in differences]
-    save_result(recipe.lab, result, screen, config.data_seed, [idea.key for idea in ideas])
-    return [json.dumps(result)] if config.print_json else confirmation_lines(result)
+    for size, scaled in sizes.items():
+        differences += compare(size, scaled, pairs, runs, baseline_margin(config, baseline))
+    reserved = [result for name, result in runs.results.items() if not report.is_race_seed(name) and result.failure]
+    result = {
+        "version": report.JSON_VERSION,
+        "ideas": [idea.text for idea in ideas],
+        "compared": config.metric or ("excess loss" if report.has_entropy(runs.results) else "loss"),
+        "seeds": config.seeds,
+        "data_seed": config.data_seed,
+        "differences": differences,
+        "failures": sorted({result.failure for result in reserved}),
+    }
+    identity = repr([config.data_seed, [idea.key for idea in ideas]])
+    file = folder / "confirmations" / f"{sha256(identity.encode()).hexdigest()[:8]}.json"
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, json.dumps(result, indent=1) + "\n")
+    return [json.dumps(result)] if config.print_json else report.confirmation_lines(result)
 
 
-def plan_arms(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str, list[Idea]]]]:
-    """Return the ideas of each arm, and the pairs of arms that are compared, with the ideas in which they differ."""
-    arms, pairs = {"baseline": [], "all": ideas}, [("all", "baseline", ideas)]
-    if len(ideas) > 1:
-        arms |= {idea.text: [idea] for idea in ideas}
-        pairs += [(idea.text, "baseline", [idea]) for idea in ideas]
-        for idea in ideas:
-            others = [one for one in ideas if one != idea]
-            name = f"all without {idea.text}" if len(others) > 1 else others[0].text
-            arms[name] = others
-            pairs.append(("all", name, [idea]))
-    return arms, pairs
+def newest_stack(folder: Path) -> list[Idea]:
+    """Return the ideas that the newest race with a result has found."""
+    for file in sorted(folder.glob("races/*.json"), key=report.modification_time, reverse=True):
+        record = Record.read(file)
+        last = record.rounds[-1]
+        if keys := [*last.stack, *([last.winner] if last.winner else [])]:
+            return [record.ideas[key] for key in keys]
+    raise ConfigError(f"ideas: no race in {folder} has found a better one; give the settings of a race, or name ideas")
 
 
-def read_effects(file: Path, lab: Path) -> tuple[dict[str, float], list[Idea]]:
-    """Return the effects of a screen by the key of the idea, and the ideas that are better, the best first.
+def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]]]:
+    """Return the ideas of each variant by its name, and the pairs (variant, against) that are compared.
 
-    An idea is left out if it cannot be on together with a better one.
+    They are each step A, A + B, A + B + C against the one before it, all ideas against the baseline, and all ideas
+    against all without each.
     """
-    record = Record.read(file)
-    found = dict(zip(record.ideas, analyze(record, lab).ideas, strict=True))
-    effects = {key: one.effect for key, one in found.items() if not math.isnan(one.effect)}
-    better = [key for key, one in found.items() if one.verdict == "better" and one.idea != CONTROL]
-    apart = [{*pair} for pair in record.pairs_apart()]
-    accepted: list[str] = []
-    for key in sorted(better, key=lambda key: effects[key]):
-        if better_one := next((one for one in accepted if {key, one} in apart), None):
-            texts = record.ideas[key].text, record.ideas[better_one].text
-            print(f"left out: {texts[0]} cannot be on together with {texts[1]}, which is better", file=sys.stderr)
-        else:
-            accepted.append(key)
-    return effects, [record.ideas[key] for key in accepted]
+    stacks, pairs = {"baseline": []}, []
+    previous = "baseline"
+    for end in range(1, len(ideas) + 1):
+        name = " + ".join(idea.text for idea in ideas[:end])
+        stacks[name] = ideas[:end]
+        pairs.append((name, previous))
+        previous = name
+    if len(ideas) > 1:
+        pairs.insert(0, (previous, "baseline"))
+        for idea in ideas[:-1]:  # without the last one it is the step before
+            name = f"all without {idea.text}"
+            stacks[name] = [other for other in ideas if other is not idea]
+            pairs.append((previous, name))
+    return stacks, pairs
 
 
-def train(jobs: JobRunner, arms: dict[str, Arm], num_seeds: int) -> dict[str, list[float]]:
-    """Train all seeds of all arms, interleaved, and return the logs of their losses; the baseline judges the others."""
-    seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
-    jobs.train([arm.job(seed) for seed in seeds for arm in arms.values()])
-    losses = {}
-    for name, arm in arms.items():
-        found, problem = judge.arm_losses(arms["baseline"], arm, [arm.job(seed).run for seed in seeds])
-        if problem:
-            raise RunError(f"{name}: {problem}")
-        losses[name] = [*map(math.log, found)]
-    return losses
+def say_cost(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]], baseline: Variant) -> None:
+    """Print how many hours the runs will take, judging by those of the race and the FLOPs of each."""
+    known = [result.seconds for result in runs.of_variant(baseline) if result.seconds]
+    missing = [
+        variant.cost.tokens
+        * (variant.cost.parameters / baseline.cost.parameters if size == 1 else size)
+        / baseline.cost.tokens
+        for size, variants in sizes.items()
+        for variant in variants.values()
+        for seed in range(config.seeds)
+        if not runs.is_known(f"{variant.digest}-{FIRST_RESERVED_SEED + seed}")
+    ]
+    text = f"{len(missing)} runs"
+    if known and missing:
+        hours = sum(missing) * sum(known) / len(known) / 3600
+        text += f", about {hours:.1f} hours of one core or GPU, {hours / runs.jobs.max_running:.1f} hours from now"
+    print(f"confirm: {text}", file=sys.stderr)
+
+
+def train(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]) -> None:
+    """Train all variants with the reserved seeds, one seed after another."""
+    start_time = time.monotonic()
+    todo = [
+        (variant, FIRST_RESERVED_SEED + seed)
+        for variants in sizes.values()
+        for seed in range(config.seeds)
+        for variant in variants.values()
+    ]
+
+    def next_run() -> Next:
+        elapsed = time.monotonic() - start_time
+        if config.minutes and elapsed + max(runs.durations, default=0) > 60 * config.minutes:
+            return None
+        while todo:
+            variant, seed = todo.pop(0)
+            if not runs.is_known(f"{variant.digest}-{seed}"):
+                return variant, seed
+        return None
+
+    runs.train(next_run)
 
 
 def compare(
-    size: float, arm: str, against: str, predicted: float | None, ours: list[float], theirs: list[float]
-) -> ArmDifference:
-    """Compare the logs of the losses of two arms by Welch's t-test."""
-    test: Any = stats.ttest_ind(ours, theirs, equal_var=False)
-    interval = test.confidence_interval(1 - LEVEL)
-    changes = statistics.fmean(ours) - statistics.fmean(theirs), interval.low, interval.high
-    return ArmDifference(size, arm, against, predicted, *map(math.expm1, changes), p=float(test.pvalue))
-
-
-def correct(differences: list[ArmDifference]) -> None:
-    """Correct the p-values of all differences by Holm's method, and set the verdicts."""
-    largest = 0.0
-    for rank, one in enumerate(sorted(differences, key=lambda one: one.p)):
-        largest = one.p = min(1.0, max(largest, (len(differences) - rank) * one.p))
-        if one.p <= LEVEL:
-            one.verdict = "better" if one.effect < 0 else "worse"
+    size: float, variants: dict[str, Variant], pairs: list[tuple[str, str]], runs: Runs, margin: float
+) -> list[dict[str, Any]]:
+    """Return the differences of the pairs at one size; a variant whose runs fail more often is `failed`."""
+    names = list(variants)
+    groups = [runs.group(variants[name], FIRST_RESERVED_SEED, 2**63) for name in names]
+    indices = [(names.index(against), names.index(name)) for name, against in pairs]
+    known = [pair for pair in indices if all(len(groups[index].values) >= verdicts.MIN_RUNS for index in pair)]
+    found = verdicts.compare([group.values for group in groups], known, margin) if known else None
+    q = verdicts.q_values(found.p) if found else []
+    rows = []
+    for (name, against), pair in zip(pairs, indices, strict=True):
+        against_group, group = groups[pair[0]], groups[pair[1]]
+        row: dict[str, Any] = {"size": size, "variant": name, "against": against, "verdict": "unknown"}
+        row |= dict.fromkeys(("effect", "low", "high", "p", "q"))
+        row |= {"runs": group.num_ended, "failed": group.failed}
+        if found and pair in known:
+            number = known.index(pair)
+            effect, half_width = float(found.effects[number]), float(found.half_widths[number])
+            row |= {"effect": math.expm1(effect), "p": float(found.p[number]), "q": float(q[number])}
+            row |= {"low": math.expm1(effect - half_width), "high": math.expm1(effect + half_width)}
+            row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin)
+        if verdicts.fails_more_often(group, against_group):
+            row["verdict"] = "failed"
+        rows.append(row)
+    return rows

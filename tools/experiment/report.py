@@ -1,107 +1,211 @@
-"""The results of a lab: each an object of JSON, from which text and pictures are made."""
+"""The results of experiments: each an object of JSON, from which text and pictures are made."""
 
 import json
 import math
-from collections import defaultdict
-from hashlib import sha256
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from cli.output import aligned
 from config.errors import ConfigError
 from config.paths import expand_user_path
-from run.directory import Run
-from storage.files import write_atomically
-from storage.json_objects import parse_object
-from tools.experiment import analysis
-from tools.experiment.ideas import CONTROL, CONTROL_STEPS
-from tools.experiment.picture import draw, sorted_ideas
-from tools.experiment.record import Record, ScreenRun
+from tools.experiment import verdicts
+from tools.experiment.picture import draw, label
+from tools.experiment.record import Record, Round
+from tools.experiment.runs import FIRST_RESERVED_SEED, Result, read_results
 from tools.experiment.settings import ReportConfig
+from tools.experiment.verdicts import Finding, Group
 
-KIND = "val/excess_loss/"  # prefix of the metrics of kinds of tokens
+JSON_VERSION = 1
+COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
 
 
 def main(config: ReportConfig) -> None:
-    """Print the screens, confirmations and comparisons of a lab, and draw the screens."""
-    lab = expand_user_path("lab", config.lab)
-    files = sorted(lab.glob("screens/*/screen.json"), key=lambda file: file.stat().st_mtime)
-    screens = [report_screen(file.parent, lab) for file in files]
-    files = sorted(lab.glob("results/*.json"), key=lambda file: file.stat().st_mtime)
-    results = [parse_object(file.read_bytes()) for file in files]
-    if not screens and not results:
-        raise ConfigError(f"lab: {lab} has no results")
-    if config.print_json:
-        print(json.dumps({"screens": screens, "results": results}))
-        return
-    texts = [screen_lines(screen) for screen in screens]
-    texts += [confirmation_lines(one) if "differences" in one else comparison_lines(one) for one in results]
-    print("\n\n".join("\n".join(lines) for lines in texts))
+    """Print the races and confirmations of all experiments, and draw the races."""
+    folder = expand_user_path("folder", config.folder)
+    files = sorted([*folder.glob("*/races/*.json"), *folder.glob("*/confirmations/*.json")], key=modification_time)
+    results, lines = [], []
+    for file in files:
+        try:
+            result = describe_race(file) if file.parent.name == "races" else json.loads(file.read_text())
+            lines.append("\n".join(race_lines(result) if file.parent.name == "races" else confirmation_lines(result)))
+            results.append(result)
+        except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+            lines.append(f"{file} cannot be read: {error}")
+    if not files:
+        raise ConfigError(f"folder: {folder} has no results")
+    print(json.dumps({"version": JSON_VERSION, "results": results}) if config.print_json else "\n\n".join(lines))
 
 
-def save_result(lab: Path, result: dict[str, Any], *identity: object) -> None:
-    """Write a comparison or confirmation into LAB/results, in place of an earlier one of this identity."""
-    folder = lab / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"{sha256(repr(identity).encode()).hexdigest()[:12]}.json", json.dumps(result) + "\n")
+def modification_time(file: Path) -> float:
+    """Return when a file was last changed."""
+    return file.stat().st_mtime
 
 
-def analyze(record: Record, lab: Path) -> analysis.Analysis:
-    """Analyze the runs of a screen that are finished and scored, or have failed."""
-    left_out = record.runs_of_failing_pairs()
-    keys, runs = [*record.ideas], [run for run in record.runs if run.is_done and run not in left_out]
-    on = np.array([[key in run.ideas for key in keys] for run in runs], bool).reshape(len(runs), len(keys))
-    losses = np.log([run.loss or math.nan for run in runs])
-    columns = np.array([run_costs(run, lab) for run in runs]).reshape(len(runs), 4).T
-    costs: dict[str, np.ndarray] = dict(zip(("seconds", "parameters", "flops"), columns, strict=False))
-    names = [idea.text for idea in record.ideas.values()]
-    control = (names.index(CONTROL), CONTROL_STEPS) if CONTROL in names else None
-    return analysis.analyze(names, on, losses, costs, columns[3], control)
+# From the runs to a result
 
 
-def run_costs(one: ScreenRun, lab: Path) -> list[float]:
-    """Return seconds a step, parameters, FLOPs per token, and seconds of all steps of a run; NaN if it failed."""
-    if one.loss is None:
-        return [math.nan] * 4
-    run = Run(lab / "runs" / one.name)
-    newest, session = run.newest_metrics(), run.sessions()[-1]
-    seconds = newest["train/tokens"] / run.tokens_per_second()
-    parameters, flops = session.parameters or math.nan, session.flops_per_token or math.nan
-    return [seconds / newest["step"], parameters, flops, seconds]
+def is_race_seed(run: str) -> bool:
+    """Return whether the run of this name belongs to races; confirmations have seeds of their own."""
+    return int(run.rpartition("-")[2]) < FIRST_RESERVED_SEED
 
 
-def excess_by_kind(record: Record, lab: Path) -> dict[str, float]:
-    """Return the mean excess loss of each kind of token over all runs, the largest first."""
-    kinds = defaultdict(list)
-    for one in record.runs:
-        if one.loss is not None:
-            for name, value in Run(lab / "runs" / one.name).newest_metrics().items():
-                if name.startswith(KIND) and value is not None:
-                    kinds[name.removeprefix(KIND)].append(value)
-    return dict(sorted(((name, fmean(values)) for name, values in kinds.items()), key=lambda pair: -pair[1]))
+def runs_of(results: Mapping[str, Result], digest: str) -> list[Result]:
+    """Return the ended runs of a variant in races."""
+    found = (result for name, result in results.items() if name.rpartition("-")[0] == digest and is_race_seed(name))
+    return [result for result in found if not result.is_stopped]
 
 
-def report_screen(folder: Path, lab: Path) -> dict[str, Any]:
-    """Return the result of a screen as the object of `--json`, and draw its picture."""
-    record = Record.read(folder / "screen.json")
-    texts = {key: idea.text for key, idea in record.ideas.items()}
-    picture = folder / "screen.png"
-    result = analyze(record, lab).to_json() | {
-        "screen": folder.name,
-        "picture": str(picture),
-        "failures": sorted({run.failure for run in record.runs if run.failure}),
-        "cannot_be_on": [
-            {"idea": idea.text, "message": idea.failure} for idea in record.ideas.values() if idea.failure
-        ],
-        "fail_together": [[texts[key] for key in pair] for pair in record.failing_pairs()],
-        "left_out": len(record.runs_of_failing_pairs()),
-        "kinds": excess_by_kind(record, lab),
+def group_of(runs: Iterable[Result]) -> Group:
+    """Return the values of runs."""
+    runs = list(runs)
+    return Group([run.value for run in runs if not run.failure], sum(bool(run.failure) for run in runs))
+
+
+def is_identical(results: Mapping[str, Result], baseline: str, variant: str) -> bool:
+    """Return whether a variant trains the weights of the baseline bit for bit, and they have the same loss."""
+    if baseline == variant:
+        return True
+    both = results.get(f"{baseline}-0"), results.get(f"{variant}-0")
+    if both[0] is None or both[1] is None or both[0].digest is None or both[0].failure:
+        return False
+    return both[0].digest == both[1].digest and both[0].loss == both[1].loss
+
+
+def describe_race(file: Path) -> dict[str, Any]:
+    """Return the result of a race as the object of `--json`, and draw its picture.
+
+    Fields: `ideas`, each with the finding of the last round in which it raced; `rounds`, each with the findings of all
+    its ideas; `stack`, the ideas that the rounds found, in their order.
+    """
+    record, results = Record.read(file), read_results(file.parents[1])
+    rounds = [describe_round(number, entry, record, results) for number, entry in enumerate(record.rounds, start=1)]
+    last: dict[str, dict[str, Any]] = {}
+    for entry in rounds:
+        for idea in entry["ideas"]:
+            if idea["verdict"] is not None or idea["idea"] not in last:
+                last[idea["idea"]] = idea
+    keys = [*record.rounds[-1].stack, *([record.rounds[-1].winner] if record.rounds[-1].winner else [])]
+    digests = {one["digest"] for entry in record.rounds for one in (entry.baseline, *entry.ideas.values())}
+    ended = [run for digest in digests for run in runs_of(results, digest)]
+    stack_file, patch = file.with_suffix(".yaml"), file.with_suffix(".patch")
+    result = {
+        "version": JSON_VERSION,
+        "race": str(file),
+        "baseline": record.baseline,
+        "compared": record.metric or ("excess loss" if has_entropy(results) else "loss"),
+        "equal": record.equal,
+        "margin": math.expm1(record.margin),
+        "runs": len(ended),
+        "failed": sum(bool(run.failure) for run in ended),
+        "seconds": sum(run.seconds or 0.0 for run in ended),
+        "ideas": list(last.values()),
+        "rounds": rounds,
+        "stack": [record.ideas[key].text for key in keys],
+        "stack_config": str(stack_file) if stack_file.exists() and keys else None,
+        "stack_patch": str(patch) if patch.exists() and keys else None,
+        "picture": str(file.with_suffix(".png")),
     }
-    draw(result, picture)
+    draw(result, file.with_suffix(".png"))
     return result
+
+
+def has_entropy(results: Mapping[str, Result]) -> bool:
+    """Return whether excess losses are compared."""
+    return any(result.excess_loss is not None for result in results.values())
+
+
+def describe_round(number: int, entry: Round, record: Record, results: Mapping[str, Result]) -> dict[str, Any]:
+    """Return what is known of the ideas of a round, the best first; ideas that are out come last."""
+    baseline = runs_of(results, entry.baseline["digest"])
+    groups = [group_of(runs_of(results, one["digest"])) for one in entry.ideas.values()]
+    findings = verdicts.assess(group_of(baseline), groups, record.margin)
+    ideas = []
+    for (key, described), finding in zip(entry.ideas.items(), findings, strict=True):
+        if is_identical(results, entry.baseline["digest"], described["digest"]):
+            finding = Finding("identical", 0.0, 0.0)
+        runs = runs_of(results, described["digest"])
+        ideas.append(describe_idea(record.ideas[key].text, number, finding, runs, baseline, described, entry.baseline))
+        ideas[-1]["joined"] = key == entry.winner
+    ideas.sort(key=lambda idea: math.inf if idea["effect"] is None else idea["effect"])
+    nothing = dict.fromkeys(("effect", "low", "high", "p", "q", "loss", *COSTS))
+    for key, reason in entry.out.items():
+        out = {"idea": record.ideas[key].text, "round": number, "verdict": "failed" if number == 1 else None}
+        ideas.append(out | {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False} | nothing)
+    return {
+        "round": number,
+        "stack": [record.ideas[key].text for key in entry.stack],
+        "baseline_loss": mean_loss(baseline),
+        "baseline_excess_loss": mean_excess(baseline),
+        "baseline_runs": len(baseline),
+        "ideas": ideas,
+    }
+
+
+def describe_idea(
+    text: str,
+    number: int,
+    finding: Finding,
+    runs: list[Result],
+    baseline: list[Result],
+    described: dict[str, Any],
+    described_baseline: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what is known of an idea: effects as changes of the geometric mean, costs relative to the baseline."""
+    is_known = math.isfinite(finding.effect)
+    low, high = finding.effect - finding.half_width, finding.effect + finding.half_width
+    costs: dict[str, float | None] = {
+        name: described[name] / described_baseline[name] for name in ("steps", "tokens", "flops", "parameters")
+    }
+    costs["seconds"] = ratio(*(mean([run.seconds for run in some]) for some in (runs, baseline)))
+    # Where the model read more tokens than its settings say, or fewer, that counts.
+    if tokens := ratio(*(mean([run.tokens for run in some]) for some in (runs, baseline))):
+        costs["flops"] = (costs["flops"] or 0.0) * tokens / (costs["tokens"] or 1.0)
+        costs["tokens"] = tokens
+    failures = sorted({run.failure for run in runs if run.failure})
+    return {
+        "idea": text,
+        "round": number,
+        "verdict": finding.verdict,
+        "message": "; ".join(failures),
+        "effect": math.expm1(finding.effect) if is_known else None,
+        "low": math.expm1(low) if is_known else None,
+        "high": math.expm1(high) if is_known else None,
+        "p": finding.p if is_known else None,
+        "q": finding.q if is_known else None,
+        "runs": len(runs),
+        "failed": sum(bool(run.failure) for run in runs),
+        "loss": mean_loss(runs),
+        "excess_loss": mean_excess(runs),
+        **{name: costs[name] for name in COSTS},
+        "warnings": described["warnings"],
+    }
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def mean_loss(runs: Iterable[Result]) -> float | None:
+    """Return the mean loss of runs, in nats per token."""
+    return mean(run.loss for run in runs)
+
+
+def mean_excess(runs: Iterable[Result]) -> float | None:
+    """Return the geometric mean of the excess losses of runs, in nats per token."""
+    values = [math.log(run.excess_loss) for run in runs if run.excess_loss]
+    return math.exp(fmean(values)) if values else None
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Return a quotient, None where it is unknown."""
+    return one / other if one is not None and other else None
+
+
+# Text
 
 
 def percent(change: float | None) -> str:
@@ -114,79 +218,88 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def interval(effect: dict[str, Any]) -> str:
+def interval(effect: Mapping[str, Any]) -> str:
     """Format the interval of an effect."""
-    return "-" if effect["low"] is None else f"{percent(effect['low'])} to {percent(effect['high'])}"
+    if effect["low"] is None or not math.isfinite(effect["high"]):
+        return "-"
+    return f"{percent(effect['low'])} to {percent(effect['high'])}"
 
 
-def screen_lines(screen: dict[str, Any]) -> list[str]:
-    """Return the report of a screen as text."""
-    table = [["idea", "effect", "95% interval", "p", "q", "verdict", "failed", "s/step", "params", "FLOPs", "equal s"]]
-    for one in sorted_ideas(screen):
-        p, q = number(one["p"], ".2g"), number(one["q"], ".2g")
-        cost = [number(one[name]) for name in ("seconds", "parameters", "flops")]
-        equal = percent((one["equal_compute"] or {}).get("effect"))
-        effect = [percent(one["effect"]), interval(one), p, q, one["verdict"], str(one["failed"] or "")]
-        table.append([one["idea"], *effect, *cost, equal])
-    left_out = f"; {screen['left_out']} more have ideas that fail together" if screen["left_out"] else ""
+def race_lines(race: dict[str, Any]) -> list[str]:
+    """Return the report of a race as text: a sentence for each round, then a table of the ideas."""
     lines = [
-        f"{screen['screen']}: {screen['runs']} runs, {screen['failed']} of them failed{left_out}",
-        "",
-        *aligned(table),
-        "",
-        "effect: change of the geometric mean over seeds of the excess loss (the loss, if the entropy is unknown), "
-        "averaged over runs with a few other ideas on",
-        "equal s: the effect if the runs without the idea trained for as many seconds as those with it; known once the "
-        "effect of the control is significant",
+        f"{race['race']}: {race['runs']} runs, {race['failed']} of them failed, {race['seconds'] / 3600:.2f} hours"
     ]
-    lines += [f"failed: {text}" for text in screen["failures"]]
-    lines += [f"cannot be on: {one['idea']}: {one['message']}" for one in screen["cannot_be_on"]]
-    lines += [f"fail together, and are kept apart: {' and '.join(pair)}" for pair in screen["fail_together"]]
-    for one in screen["interactions"][:3]:
-        change = f"{percent(one['effect'])} ({interval(one)})"
-        lines.append(f"together: {' and '.join(one['ideas'])}: {change} beyond their product")
-    if screen["kinds"]:
-        kinds = ", ".join(f"{kind} {value:.3f}" for kind, value in screen["kinds"].items())
-        lines.append(f"excess loss by kind of token: {kinds}")
-    return [
-        *lines,
-        "These effects chose the ideas, so the best are too good on average. Only the table of confirm is a result.",
-        f"picture: {screen['picture']}",
-    ]
-
-
-def comparison_lines(comparison: dict[str, Any]) -> list[str]:
-    """Return a comparison as text: the result in one sentence, then the costs of both arms."""
-    lines = []
-    for result in [comparison, *comparison["sizes"]]:
-        size = f" at {result['size']:g} times the parameters" if result["size"] != 1 else ""
-        text = f"{result['verdict'].capitalize()}{size}: {comparison['idea']}"
-        if result["message"]:
-            text += f": {result['message']}"
-        elif result["effect"] is not None:
-            form = percent if result["is_ratio"] else "{:+.4g}".format
-            change, low, high = (form(result[name]) for name in ("effect", "low", "high"))
-            text += f" changes the loss by {change} (95%: {low} to {high}) in {result['seeds']} seeds"
-        if result["compute_multiplier"]:
-            text += "; compute multiplier {:.2f} (95%: {:.2f} to {:.2f})".format(*result["compute_multiplier"])
-        if result["verdict"] == "unknown" and result["more_seeds"]:
-            text += f"; about {result['more_seeds']} more seeds of each arm would decide"
-        lines.append(text)
-    if comparison["cost"]:
-        table = [["", "baseline", "candidate", "ratio"]]
-        for name, (ours, theirs) in comparison["cost"].items():
-            ratio = theirs / ours if ours and theirs is not None else None
-            table.append([name, number(ours, ",.0f"), number(theirs, ",.0f"), number(ratio, ".3f")])
-        lines += ["", *aligned(table)]
+    for entry in race["rounds"]:
+        lines += ["", *round_lines(entry, race)]
+    if race["stack"]:
+        lines += ["", f"Found: {' + '.join(race['stack'])}"]
+        lines.append(
+            f"Its settings: {race['stack_config']}"
+            + (f"; git apply {race['stack_patch']}" if race["stack_patch"] else "")
+        )
+        lines.append("`confirm` trains it on seeds that no race has used.")
+    if race.get("compute_multiplier"):
+        lines.append(
+            "Compute multiplier of the best idea: {:.2f} (95%: {:.2f} to {:.2f})".format(*race["compute_multiplier"])
+        )
+    lines.append(f"picture: {race['picture']}")
     return lines
+
+
+def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
+    """Return a round as text."""
+    on = " + ".join(entry["stack"])
+    loss = number(entry["baseline_loss"], ".4f")
+    excess = entry["baseline_excess_loss"]
+    losses = f"loss {loss} nats/token" + (f", excess loss {excess:.4f}" if excess else "")
+    lines = [f"Round {entry['round']}, on {on or 'the baseline'}: {losses} in {entry['baseline_runs']} runs"]
+    lines += [sentence(idea, entry, race) for idea in entry["ideas"] if idea["verdict"] == "better"]
+    if len(entry["ideas"]) == 1 and entry["ideas"][0]["verdict"] != "better":
+        lines.append(sentence(entry["ideas"][0], entry, race))
+    table = [["idea", race["compared"], "95% interval", "verdict", "q", "runs", "failed", *COSTS]]
+    for idea in entry["ideas"]:
+        costs = [number(idea[name]) for name in COSTS]
+        known = [percent(idea["effect"]), interval(idea), verdict_text(idea), number(idea["q"], ".2g")]
+        table.append([label(idea["idea"]), *known, str(idea["runs"]), str(idea["failed"] or ""), *costs])
+    lines += ["", *aligned(table)]
+    for idea in entry["ideas"]:
+        if idea["message"]:
+            lines.append(f"{'failed' if idea['runs'] else 'out'}: {idea['idea']}: {idea['message']}")
+        lines += [f"warning: {idea['idea']} fails a check of verify.py: {warning}" for warning in idea["warnings"]]
+    return lines
+
+
+def verdict_text(idea: Mapping[str, Any]) -> str:
+    """Return the verdict, and of an open one what is known."""
+    if idea["verdict"] == "unknown" and idea["low"] is not None and math.isfinite(idea["low"]):
+        return f"unknown, gains at most {-100 * idea['low']:.1f}%" if idea["low"] < 0 else "unknown"
+    return idea["verdict"] or "out"
+
+
+def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[str, Any]) -> str:
+    """Return an idea with its losses, in nats and as changes."""
+    text = f"{verdict_text(idea).capitalize()}: {idea['idea']}"
+    if idea["loss"] is not None and entry["baseline_loss"]:
+        change = idea["loss"] / entry["baseline_loss"] - 1
+        text += f": loss {entry['baseline_loss']:.4f} -> {idea['loss']:.4f} nats/token ({percent(change)})"
+        if idea["effect"] is not None and race["compared"] != "loss":
+            text += f", {race['compared']} {percent(idea['effect'])} ({interval(idea)})"
+    return text
 
 
 def confirmation_lines(confirmation: dict[str, Any]) -> list[str]:
     """Return a confirmation as text."""
-    table = [["", "against", "size", "screen", "measured", "95% interval", "p", "verdict"]]
+    table = [["", "against", "size", confirmation["compared"], "95% interval", "q", "verdict", "runs", "failed"]]
     for one in confirmation["differences"]:
-        changes = percent(one["predicted"]), percent(one["effect"]), interval(one)
-        table.append([one["arm"], one["against"], f"{one['size']:g}x", *changes, f"{one['p']:.2g}", one["verdict"]])
-    seed, seeds = confirmation["data_seed"], confirmation["seeds"]
+        known = [percent(one["effect"]), interval(one), number(one["q"], ".2g"), verdict_text(one)]
+        counts = [str(one["runs"]), str(one["failed"] or "")]
+        table.append([label(one["variant"]), label(one["against"]), f"{one['size']:g}x", *known, *counts])
+    seed = confirmation["data_seed"]
     data = "" if seed is None else f", data.seed {seed}"
-    return [f"confirmation with {seeds} seeds of each arm that no screen has used{data}", "", *aligned(table)]
+    lines = [
+        f"Confirmation on seeds that no race has used{data}: {' + '.join(confirmation['ideas'])}",
+        "",
+        *aligned(table),
+    ]
+    return lines + [f"failed: {message}" for message in confirmation["failures"]]

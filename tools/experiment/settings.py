@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -12,15 +12,13 @@ from model.settings import NonNegativeInt, PositiveInt, Settings
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")
-SCREEN_ONLY = {"runs", "max_parameters", "max_flops"}
-ONE_IDEA_ONLY = {"max_seeds", "metric", "margin", "tune", "speedup", "sizes"}
 
 
 class ReportConfig(Settings):
-    """Prints the results of a lab, and draws each screen in LAB/screens."""
+    """Prints the results of all experiments, and draws each race."""
 
-    lab: str = "lab"
-    """The directory of runs and results."""
+    folder: str = "experiments"
+    """The directory of experiments: one folder for each baseline, with its runs and results."""
 
     print_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of text."""
@@ -32,15 +30,26 @@ class IdeasConfig(ReportConfig):
     arguments: Annotated[list[str], PASSED_ON] = []
     """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
 
+    minutes: PositiveFloat | None = None
+    """Time for this command: no run is started that would not end in time. null: no limit."""
+
     jobs: PositiveInt | None = None
     """Concurrent runs. null: one with launch, else one for each GPU, or for each core, 8 at most."""
 
     launch: str | None = None
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
-    sizes: str = "1"
-    """One idea, or confirm: factors on the parameters, such as 1,4, at which arms are compared, with tokens in
-    proportion."""
+    equal: Literal["steps", "flops", "seconds"] = "steps"
+    """What the baseline and a variant spend equally. steps: each trains the steps of its settings. flops, seconds: the
+    steps and the schedule of a variant are scaled by its measured cost."""
+
+    metric: str | None = None
+    """A logged metric to compare, such as val/NAME; lower is better, and the code of a variant logs it itself. null:
+    the excess loss of the test data, or the loss where the entropy of the data is unknown."""
+
+    margin: PositiveFloat | None = None
+    """Smallest gain of interest, as a fraction: an idea that certainly gains less is `no gain`. null: 0.05 of the
+    excess loss, 0.005 of the loss where the entropy is unknown."""
 
     @property
     def ideas(self) -> list[str]:
@@ -65,6 +74,40 @@ class IdeasConfig(ReportConfig):
         options = (i for i, word in enumerate(self.arguments) if word.startswith("--") and " " not in word)
         return next(options, len(self.arguments))
 
+
+class ExperimentConfig(IdeasConfig):
+    """Races ideas against the baseline; the best joins it, and the others race again on top."""
+
+    runs: PositiveInt | None = None
+    """Runs of the race, those of earlier commands included. null: 8 for each idea and 40 more, or as many as the
+    minutes allow."""
+
+    rounds: PositiveInt | None = None
+    """Rounds. null: until a round finds nothing better."""
+
+    max_parameters: PositiveFloat | None = None
+    """Largest number of parameters, relative to the baseline: other ideas do not run. null: any."""
+
+    max_flops: PositiveFloat | None = None
+    """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
+
+    compute_multiplier: bool = False
+    """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
+    loss of the best idea."""
+
+
+class ConfirmConfig(IdeasConfig):
+    """Trains what a race found, each of its steps, and all of it without each idea, on seeds that no race has used."""
+
+    seeds: Annotated[int, Field(ge=2, lt=2**62)] = 8
+    """Runs of each variant. Run the same command with a larger number to add seeds."""
+
+    sizes: str = "1"
+    """Factors on the parameters, such as 1,4, at which variants are compared, with tokens in proportion."""
+
+    data_seed: NonNegativeInt | None = None
+    """Seed of other data of the same kind, for generated data. null: the data of the race."""
+
     @property
     def factors(self) -> list[float]:
         """The sizes as numbers; raise ConfigError if one is not a number of at least 1."""
@@ -75,47 +118,3 @@ class IdeasConfig(ReportConfig):
         if not sizes or not all(1 <= size < math.inf for size in sizes):
             raise ConfigError(f"sizes: {self.sizes!r} must be numbers of at least 1, separated by commas, such as 1,4")
         return sorted(set(sizes))
-
-
-class ExperimentConfig(IdeasConfig):
-    """Screens ideas, or compares one idea with the baseline."""
-
-    runs: PositiveInt | None = None
-    """Several ideas: runs of the screen, those of earlier commands included. null: 4 for each idea and 8 more, or as
-    many as the minutes allow."""
-
-    minutes: PositiveFloat | None = None
-    """Time for this command. Several ideas: no run is started that would not end in time. One idea: runs in progress
-    save and stop."""
-
-    max_parameters: PositiveFloat | None = None
-    """Several ideas: largest number of parameters, relative to the baseline. null: any."""
-
-    max_flops: PositiveFloat | None = None
-    """Several ideas: largest number of FLOPs per token, relative to the baseline. null: any."""
-
-    max_seeds: Annotated[int, Field(ge=3, lt=2**63)] = 12
-    """One idea: maximum number of runs of each arm. Rerun the same command with a larger number to add seeds."""
-
-    metric: str | None = None
-    """One idea: the logged metric to compare, such as val/NAME; lower is better. null: the excess loss, or the loss
-    where the entropy of the data is unknown."""
-
-    margin: PositiveFloat = 0.03
-    """One idea: equivalence margin, as a fraction. An interval within it is no difference."""
-
-    tune: str | None = None
-    """One idea: a setting, such as optimizer.lr, of which each arm gets the best of five values, on separate seeds."""
-
-    speedup: bool = True
-    """One idea: estimate the compute multiplier, by training the baseline on shorter and longer budgets."""
-
-
-class ConfirmConfig(IdeasConfig):
-    """Compares accepted ideas together, alone and all but one with the baseline, on seeds that no screen has used."""
-
-    seeds: Annotated[int, Field(ge=3, lt=2**63)] = 8
-    """Runs of each arm."""
-
-    data_seed: NonNegativeInt | None = None
-    """Seed of other data of the same kind, for generated data. null: the data of the screen."""

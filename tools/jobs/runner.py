@@ -108,6 +108,8 @@ class JobRunner:
         threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
         deadline: Value of time.monotonic() at which runs save and stop.
         outcomes: "finished", "stopped" or "failed" of each run that has ended.
+        seconds: CPU seconds of the processes of each run that has ended; on GPUs the time from start to end.
+        starts: How often each run was started.
         failures: Why each failed run failed.
         signal: The last stop signal received; 0 if none.
     """
@@ -121,6 +123,8 @@ class JobRunner:
         self.deadline = math.inf
         self.outcomes: dict[Job, str] = {}
         self.failures: dict[Job, Failure] = {}
+        self.seconds: dict[Job, float] = {}
+        self.starts: dict[Job, int] = {}
         self.signal = 0
         self._running: dict[Job, Started] = {}
         self._num_sharing_cores = self.max_running
@@ -152,14 +156,16 @@ class JobRunner:
         return ended == len(missing)
 
     def stream(
-        self, jobs: Iterable[Job], until_failure: bool = False, progress: Callable[[], None] = lambda: None
+        self, jobs: Iterable[Job | None], until_failure: bool = False, progress: Callable[[], None] = lambda: None
     ) -> Iterator[Job]:
         """Train runs, each taken from `jobs` when there is room for it, and yield each when it has ended.
 
-        At the deadline the runs in progress save and stop. `progress` is called several times a second. Raise the
-        errors of `train`.
+        `jobs` may yield None if the next run depends on those in training; it is asked again a little later. At the
+        deadline the runs in progress save and stop. `progress` is called several times a second. Raise the errors of
+        `train`.
         """
         source, waiting = iter(jobs), []
+        end = object()
         is_exhausted = False
         try:
             while True:
@@ -170,9 +176,11 @@ class JobRunner:
                     return
                 yield from self._start_waiting(waiting)
                 while not is_exhausted and len(self._running) < self.max_running:
-                    job = next(source, None)
-                    is_exhausted = job is None
-                    waiting += [job] if job else []
+                    job = next(source, end)
+                    is_exhausted = job is end
+                    if not isinstance(job, Job):
+                        break
+                    waiting.append(job)
                     yield from self._start_waiting(waiting)
                 progress()
                 if is_exhausted and not waiting and not self._running:
@@ -215,6 +223,7 @@ class JobRunner:
         if self.max_running > 1 and self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         start_time = time.time()
+        self.starts[job] = self.starts.get(job, 0) + 1
         if self.show_output:
             process = subprocess.Popen(job.command, start_new_session=True, env=environment)
             return Started(process, slot, start_time)
@@ -228,7 +237,7 @@ class JobRunner:
     def _collect_ended(self, waiting: list[Job], until_failure: bool) -> Iterator[Job]:
         """Yield the runs whose processes have ended; a run that another process locked first is queued again."""
         for job, started in list(self._running.items()):
-            if (exit_code := started.process.poll()) is None:
+            if (exit_code := self._exit_code(job, started)) is None:
                 continue
             del self._running[job]
             if exit_code == 0:
@@ -252,11 +261,25 @@ class JobRunner:
                 raise RunError(f"{job.run.path}: {self.failures[job].message}")
             yield job
 
+    def _exit_code(self, job: Job, started: Started, wait: bool = False) -> int | None:
+        """Return the exit code of the process of a run, negative after a signal; None while it runs."""
+        process = started.process
+        if process.returncode is None:
+            # Popen.poll would not tell the CPU time. That of child processes, as of a launcher, is included.
+            process_id, status, usage = os.wait4(process.pid, 0 if wait else os.WNOHANG)
+            if process_id == 0:
+                return None
+            process.returncode = os.waitstatus_to_exitcode(status)
+            elapsed = time.time() - started.start_time
+            seconds = elapsed if self.gpus else usage.ru_utime + usage.ru_stime
+            self.seconds[job] = self.seconds.get(job, 0.0) + seconds
+        return process.returncode
+
     def _stop_all(self) -> None:
         for run in self._running.values():
             self._send(run, self.signal or signal.SIGTERM)
         for job, run in self._running.items():
-            if run.process.wait():
+            if self._exit_code(job, run, wait=True):
                 self.outcomes[job] = "stopped"
             else:
                 self._record_finished(job)

@@ -1,0 +1,375 @@
+"""A race of ideas: each run trains the baseline or one idea on top of it, and all ideas share the baseline's runs.
+
+Runs go to the ideas that may be the best (verdicts.py). When the best idea of a round is settled as better, it joins
+the baseline, and the others race again on top. EXPERIMENT/races/RACE.json has the ideas and the rounds, and
+EXPERIMENT/results.jsonl the runs, which all races of a baseline share. So the same command resumes, and one with more
+ideas or a larger budget uses the runs that are there.
+"""
+
+import json
+import math
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from config.errors import ConfigError, RunError
+from config.paths import expand_user_path
+from storage.files import lock, write_atomically
+from storage.json_objects import parse_object
+from tools.experiment import change, report, verdicts
+from tools.experiment.change import Checkouts, head_commit, idea_texts, is_patch, parse_idea, split_words
+from tools.experiment.record import RECORD_VERSION, Record, Round, describe
+from tools.experiment.runs import Next, Runs
+from tools.experiment.settings import ExperimentConfig, IdeasConfig
+from tools.experiment.variant import Recipe, Variant, check_targets, scale_steps
+from tools.experiment.verdicts import BASELINE, Finding
+from tools.jobs.launch import Launch
+from tools.jobs.runner import EXIT_STOPPED, JobRunner
+
+RUNS_PER_IDEA, MORE_RUNS = 8, 40
+MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.005
+# Seeds of short runs that measure the seconds of a step, for --equal seconds.
+TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)
+
+
+def main(config: ExperimentConfig) -> None:
+    """Race ideas and print the result.
+
+    Raises:
+        ConfigError: an idea or a setting is refused.
+        RunError: the baseline cannot be trained, or the environment failed, for example by a full disk.
+        SystemExit: with code 75 after a signal; run the same command again to resume.
+    """
+    run_with_json(config, race)
+
+
+def run_with_json(config: Any, run: Callable[[Any, Recipe, JobRunner], list[str]]) -> None:
+    """Print the lines of `run`, called with the config, its recipe and a job runner; with --json, also errors."""
+    jobs = JobRunner(config.jobs or (1 if config.launch else None))
+    if not (config.launch or jobs.gpus):
+        jobs.threads = 1  # runs with more threads than free cores take several times as long
+    try:
+        with Checkouts() as checkouts:
+            recipe = Recipe(head_commit(), config.common, Launch.parse(config.launch), checkouts)
+            print("\n".join(run(config, recipe, jobs)))
+    except BaseException as error:
+        if config.print_json:
+            exit_code = {ConfigError: 2, SystemExit: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
+            message = "stopped by a signal" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+            print(json.dumps({"version": report.JSON_VERSION, "exit_code": exit_code, "message": message}))
+        raise
+
+
+def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
+    """Race the ideas of a command and return the result as lines."""
+    if not config.ideas:
+        raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
+    ideas = [parse_idea(text) for text in idea_texts(config.ideas)] if len(config.ideas) == 1 else []
+    if len(ideas) == 1 and ideas[0].base:
+        recipe = replace(recipe, commit=ideas[0].base)  # a branch is compared with the commit that it is based on
+    baseline, recipe = resolve_baseline(recipe)
+    running = Race(config, recipe, baseline, jobs)
+    running.run()
+    result = report.describe_race(running.file)
+    if config.compute_multiplier:
+        result["compute_multiplier"] = running.compute_multiplier()
+    return [json.dumps(result)] if config.print_json else report.race_lines(result)
+
+
+def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
+    """Return the baseline, and the recipe with the settings that an experiment adds to all runs.
+
+    Of a text corpus, half of the validation sequences are withheld from all runs, for the evaluator.
+    """
+    baseline = recipe.variant()
+    if baseline.validation_rows is not None:
+        half = baseline.validation_rows // 2
+        if not half:
+            raise ConfigError("data: the validation set has fewer than two sequences; prepare a larger one")
+        num_samples = min(baseline.settings["evaluation.num_samples"] or half, half)
+        recipe = replace(recipe, settings=(*recipe.settings, ("evaluation.num_samples", num_samples)))
+        baseline = recipe.variant()
+    return baseline, recipe
+
+
+def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) -> Path:
+    """Return the folder of all experiments with a baseline: named for its config file and a hash of what it is."""
+    files = [after for word, after in zip(recipe.words, recipe.words[1:], strict=False) if word == "--config"]
+    files += [word.partition("=")[2] for word in recipe.words if word.startswith("--config=")]
+    kind = "" if config.equal == "steps" else f"-{config.equal}"
+    kind += "" if config.metric is None else "-" + re.sub(r"\W+", "_", config.metric)
+    return expand_user_path("folder", config.folder) / f"{Path(files[-1]).stem}-{baseline.digest}{kind}"
+
+
+def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
+    """Return the margin as a log ratio."""
+    has_entropy = baseline.settings["data.source"] in ("stories", "random") and config.metric is None
+    return math.log1p(config.margin or (MARGIN_OF_EXCESS_LOSS if has_entropy else MARGIN_OF_LOSS))
+
+
+def open_experiment(folder: Path, checkouts: Checkouts) -> int:
+    """Lock the folder of an experiment until the checkouts are removed; return the seed of its test data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    locked = checkouts.enter_context((folder / ".lock").open("w"))
+    if not lock(locked):
+        remedy = "to add ideas, write patches into a folder that it was given"
+        raise ConfigError(f"folder: another process runs {folder}; {remedy}")
+    file = folder / "experiment.json"
+    if not file.exists():
+        write_atomically(file, json.dumps({"version": RECORD_VERSION, "test_seed": secrets.randbits(62)}) + "\n")
+    return parse_object(file.read_bytes())["test_seed"]
+
+
+class Race:
+    """A race while it runs.
+
+    Raises ConfigError if an idea is refused, or another process runs the race.
+    """
+
+    def __init__(self, config: ExperimentConfig, recipe: Recipe, baseline: Variant, jobs: JobRunner):
+        self.config, self.recipe, self.jobs = config, recipe, jobs
+        self.start_time = time.monotonic()
+        self.texts: dict[tuple[str, int], str | None] = {}
+        """Key of each idea by its text and the time of its file; None if it is refused. Each is read once."""
+        self.variants: dict[str, Variant] = {}
+        """The variants of the open round that race, by the key of the idea; the baseline by ""."""
+        folder = experiment_folder(config, recipe, baseline)
+        self.file = folder / "races" / f"{sha256(repr(config.ideas).encode()).hexdigest()[:8]}.json"
+        command = f"{(recipe.commit or 'this folder')[:12]} {' '.join(recipe.words)}"
+        self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
+        self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
+        self.record.metric = config.metric
+        if self.round.winner:  # nothing was left to race on top of it
+            self.record.rounds.append(Round([*self.round.stack, self.round.winner]))
+        self.prepare_round([*self.round.ideas, *self.new_ideas()])  # may refuse ideas, so nothing is written before
+        test_seed = open_experiment(folder, recipe.checkouts)
+        self.runs = Runs(folder, baseline, jobs, test_seed, config.metric)
+        self.save()
+
+    @property
+    def round(self) -> Round:
+        """The open round."""
+        return self.record.rounds[-1]
+
+    def save(self) -> None:
+        """Write the file of the race."""
+        self.record.write(self.file)
+
+    # Ideas
+
+    def new_ideas(self) -> list[str]:
+        """Return the keys of ideas that are in no round yet; folders may have new ones at any time.
+
+        A wrong argument of the command raises ConfigError the first time; later, and in a folder or a text file, a
+        wrong idea is named and ignored.
+        """
+        is_first = not self.texts
+        for text in idea_texts(self.config.ideas):
+            version = text, file_time(text)
+            if version in self.texts:
+                continue
+            self.texts[version] = None
+            try:
+                idea = parse_idea(text)
+            except ConfigError as error:
+                if is_first and text in self.config.ideas:
+                    raise
+                print(f"ignored: {error}", file=sys.stderr)
+            else:
+                self.record.ideas.setdefault(idea.key, idea)
+                self.texts[version] = idea.key
+        seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
+        return [key for key in dict.fromkeys(self.texts.values()) if key and key not in seen]
+
+    def prepare_round(self, keys: Sequence[str]) -> None:
+        """Resolve the baseline of the open round and the variants of ideas that are new in it."""
+        ideas, stack = self.record.ideas, [self.record.ideas[key] for key in self.round.stack]
+        keys = [*([] if "" in self.variants else [""]), *keys]
+        taken = {name: idea for idea in stack for name in idea.setting_names}
+        resolved = self.recipe.variants([*stack, ideas[key]] if key else stack for key in keys)
+        for key, variant in zip(keys, resolved, strict=True):
+            reason = ""
+            if both := taken.keys() & ideas[key].setting_names if key else set():
+                reason = f"sets {min(both)}, as {taken[min(both)].text!r} in the baseline does"
+            elif isinstance(variant, Exception):
+                reason = str(variant)
+                if not key:
+                    raise variant
+                if isinstance(variant, ConfigError) and not self.round.stack and ideas[key].text in self.config.ideas:
+                    raise ConfigError(f"idea: {ideas[key].text!r}: {variant}")
+            elif key:
+                reason = self.reason_against(key, variant)
+            if reason:
+                self.round.out[key] = reason
+                print(f"idea: {ideas[key].text}: {reason}", file=sys.stderr)
+            else:
+                assert isinstance(variant, Variant), "otherwise there is a reason"
+                self.variants[key] = self.equalize(variant) if key else variant
+        self.round.baseline = describe(self.variants[""])
+        self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
+
+    def reason_against(self, key: str, variant: Variant) -> str:
+        """Return why an idea does not race; "" if it does."""
+        idea, baseline = self.record.ideas[key], self.variants[""]
+        try:
+            check_targets(baseline, variant)
+            if idea.diff and variant.digest == baseline.digest:
+                raise ConfigError("changes neither code that trains nor a setting")
+        except ConfigError as error:
+            if not self.round.stack and idea.text in self.config.ideas:
+                raise ConfigError(f"idea: {idea.text!r}: {error}") from None
+            return str(error)
+        limits = {"parameters": self.config.max_parameters, "flops": self.config.max_flops}
+        for name, limit in limits.items():
+            ratio = getattr(variant.cost, name) / getattr(baseline.cost, name)
+            if limit and ratio > limit:
+                return f"has {ratio:.3f} times the {name} of the baseline; --max_{name} is {limit:g}"
+        return ""
+
+    def equalize(self, variant: Variant) -> Variant:
+        """Return the variant with as many steps as cost what the baseline costs."""
+        baseline = self.variants[""]
+        if self.config.equal == "flops":
+            return scale_steps(variant, baseline.cost.flops / variant.cost.flops)
+        if self.config.equal == "seconds":
+            seconds = [self.seconds_a_step(one) * one.cost.steps for one in (baseline, variant)]
+            return scale_steps(variant, seconds[0] / seconds[1])
+        return variant
+
+    def seconds_a_step(self, variant: Variant) -> float:
+        """Measure the seconds of a step: CPU seconds, or on a GPU the time, by runs of few and of more steps."""
+        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.cost.steps))]
+        jobs = []
+        for number in steps:
+            short = scale_steps(variant, number / variant.cost.steps).changed({"steps": number})
+            jobs.append(
+                replace(short.changed({"evaluation.num_samples": 2}).job(self.runs.folder, TIMING_SEED), restart=True)
+            )
+        for job in jobs:  # one after another, so that they do not slow each other down
+            self.jobs.train([job])
+        return max(1e-6, (self.jobs.seconds[jobs[1]] - self.jobs.seconds[jobs[0]]) / (steps[1] - steps[0]))
+
+    # Running
+
+    def run(self) -> None:
+        """Run rounds until one finds nothing better, or the budget is spent.
+
+        Raises:
+            SystemExit: a signal was received; what has finished is saved.
+            RunError: the baseline does not train, or a disk is full.
+        """
+        while True:
+            self.runs.train(self.next_run)
+            self.check_baseline()
+            keys, findings = self.findings()
+            best = verdicts.best_idea(findings)
+            if best is None or not verdicts.is_decided(findings):
+                return
+            others = [key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != keys[best]]
+            self.accept(keys[best])
+            if not others or len(self.record.rounds) == self.config.rounds or self.is_budget_spent():
+                return
+            self.record.rounds.append(Round([*self.round.stack, keys[best]]))
+            self.variants = {}
+            self.prepare_round(others)
+            self.save()
+
+    def accept(self, winner: str) -> None:
+        """Let an idea join the baseline, and write what the race has found so far."""
+        idea = self.record.ideas[winner]
+        print(f"round {len(self.record.rounds)}: better, and in the baseline from now on: {idea.text}", file=sys.stderr)
+        self.round.winner = winner
+        self.save()
+        # The settings of its runs as one config, and its changes of the code as one patch.
+        ideas = [self.record.ideas[key] for key in (*self.round.stack, winner)]
+        settings = yaml.safe_dump(self.variants[winner].given, sort_keys=False)
+        write_atomically(self.file.with_suffix(".yaml"), settings)
+        if self.recipe.commit and any(idea.diff for idea in ideas):
+            commit = str(change.merge(self.recipe.commit, ideas))
+            patch = change.git("diff-tree", "-p", "--binary", "--full-index", self.recipe.commit, commit) + "\n"
+            write_atomically(self.file.with_suffix(".patch"), patch.encode(errors="surrogateescape"))
+
+    def next_run(self) -> Next:
+        """Return the run that helps most to find the best idea, as far as the results are known."""
+        if new := self.new_ideas():
+            self.prepare_round(new)
+            self.save()
+        if self.is_budget_spent() or len(self.variants) == 1:
+            return None
+        keys, findings = self.findings()
+        groups = [self.runs.group(self.variants[key]) for key in keys]
+        index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings)
+        if index is None or self.check_baseline(must_raise=False):
+            return None
+        variant = self.variants["" if index == BASELINE else keys[index]]
+        return variant, self.runs.next_seed(variant)
+
+    def findings(self) -> tuple[list[str], list[Finding]]:
+        """Return the keys of the ideas of the open round, and what is known of each."""
+        keys = [key for key in self.variants if key]
+        baseline = self.runs.group(self.variants[""])
+        found = verdicts.assess(baseline, [self.runs.group(self.variants[key]) for key in keys], self.record.margin)
+        for index, key in enumerate(keys):
+            if report.is_identical(self.runs.results, self.variants[""].digest, self.variants[key].digest):
+                found[index] = Finding("identical")
+        return keys, found
+
+    def check_baseline(self, must_raise: bool = True) -> str:
+        """Return why the baseline cannot be compared with, if its first run failed, or raise that as RunError."""
+        results = self.runs.of_variant(self.variants[""])
+        problem = results[0].failure if results and all(result.failure for result in results) else ""
+        if problem and must_raise:
+            raise RunError(f"the baseline does not train: {problem}")
+        return problem
+
+    def is_budget_spent(self) -> bool:
+        """Return whether no further run may start."""
+        digests = {one["digest"] for entry in self.record.rounds for one in (entry.baseline, *entry.ideas.values())}
+        names = [*self.runs.pending, *(name for name, result in self.runs.results.items() if not result.is_stopped)]
+        trained = sum(name.rpartition("-")[0] in digests and report.is_race_seed(name) for name in names)
+        limit: float = self.config.runs or math.inf
+        if not (self.config.runs or self.config.minutes):
+            limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS
+        if trained >= limit:
+            return True
+        elapsed = time.monotonic() - self.start_time
+        return bool(self.config.minutes) and elapsed + max(self.runs.durations, default=0) > 60 * self.config.minutes
+
+    def compute_multiplier(self) -> list[float] | None:
+        """Return how many times its steps the baseline would need for the loss of the best idea, with its interval."""
+        from tools.experiment.compute_multiplier import BUDGETS, SEEDS_OF_BUDGET, estimate_compute_multiplier
+
+        keys, findings = self.findings()
+        if (best := verdicts.best_idea(findings)) is None:
+            return None
+        baseline = self.variants[""]
+        variants = {factor: scale_steps(baseline, factor) for factor in BUDGETS}
+        todo = [(variant, seed) for variant in variants.values() for seed in range(SEEDS_OF_BUDGET)]
+        todo = [(variant, seed) for variant, seed in todo if not self.runs.is_known(f"{variant.digest}-{seed}")]
+        self.runs.train(lambda: todo.pop(0) if todo else None)
+        points = [(1.0, value) for value in self.runs.group(baseline).values]
+        points += [(factor, value) for factor in BUDGETS for value in self.runs.group(variants[factor]).values]
+        estimate = estimate_compute_multiplier(points, self.runs.group(self.variants[keys[best]]).values)
+        return None if estimate is None else list(estimate)
+
+
+def races_on(finding: Finding) -> bool:
+    """Return whether an idea races in the next round: it neither fails nor harms, and it changes something."""
+    return finding.verdict not in ("failed", "worse", "identical")
+
+
+def file_time(text: str) -> int:
+    """Return when the patch that an idea names was last changed, in nanoseconds; 0 if it names none."""
+    with suppress(ConfigError):
+        file = Path(next(iter(split_words(text)), "")).expanduser()
+        return file.stat().st_mtime_ns if is_patch(file) else 0
+    return 0  # `parse_idea` refuses it

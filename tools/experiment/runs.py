@@ -1,0 +1,319 @@
+"""The runs of an experiment: trained, evaluated, and kept in EXPERIMENT/results.jsonl.
+
+A run is a variant and a seed, and its name has both, so the same command resumes and another one uses what is there.
+"""
+
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from config.errors import RunError
+from storage.files import sha256
+from storage.json_objects import from_json, parse_object
+from tools.experiment.change import ROOT
+from tools.experiment.variant import (
+    Variant,
+    delivered_file,
+    global_batch_size,
+    last_error,
+    run_program,
+)
+from tools.experiment.verdicts import Group
+from tools.jobs.runner import Job, JobRunner
+
+# Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
+BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}
+BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
+FIRST_RESERVED_SEED = 5000  # of confirmations; races count from 0
+EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
+MAX_KILLED = 3  # times that a run is started again after something else killed it
+PROGRESS_SECONDS = 60
+
+Planned = tuple[Variant, int]
+"""A variant and a seed."""
+Next = Planned | Literal["wait"] | None
+"""The next run; "wait" for the results of others; None at the end."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of a run that has ended."""
+
+    run: str
+    loss: float | None = None
+    """Of the test data, in nats per token."""
+    excess_loss: float | None = None
+    """Loss above the entropy of the data, where that is known."""
+    failure: str = ""
+    """Why it has no loss."""
+    digest: str | None = None
+    """Hash of its last weights and moments."""
+    seconds: float | None = None
+    """CPU seconds of its processes; on a GPU the time from start to end. None if it was trained by another program."""
+    tokens: float | None = None
+    """Tokens that entered the model in training."""
+    sessions: int = 1
+    """How often its training was started."""
+    is_stopped: bool = False
+    """Whether it was stopped and is to be resumed: `seconds` and `sessions` are those so far."""
+
+    @property
+    def value(self) -> float:
+        """The logarithm of the excess loss, or of the loss where the entropy is unknown."""
+        return math.log(self.loss if self.excess_loss is None else self.excess_loss)  # pyright: ignore[reportArgumentType]
+
+
+class Runs:
+    """Trains and evaluates the runs of an experiment.
+
+    Args:
+        folder: of the experiment.
+        baseline: the variant whose code evaluates.
+        jobs: trains several runs at once.
+        test_seed: seed of the test data.
+        metric: a metric that the variant's own code logs, to compare instead of the loss.
+    """
+
+    def __init__(self, folder: Path, baseline: Variant, jobs: JobRunner, test_seed: int, metric: str | None = None):
+        self.folder, self.baseline, self.jobs = folder, baseline, jobs
+        self.test_seed, self.metric = test_seed, metric
+        self.results = read_results(folder)
+        self.pending: dict[str, Planned] = {}
+        """Runs that are planned, in training or not evaluated yet, by name."""
+        self.durations: list[float] = []
+        """Seconds from start to end of the runs that this process trained."""
+        self._started: dict[Job, tuple[str, float]] = {}
+        self._killed: dict[str, int] = {}
+        self._last_progress = time.monotonic()
+
+    # What is known
+
+    def group(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> Group:
+        """Return the results of a variant with seeds in a range."""
+        group = Group()
+        for result in self.of_variant(variant, first_seed, end):
+            if result.failure:
+                group.failed += 1
+            else:
+                group.values.append(result.value)
+        names = (name for name, (other, seed) in self.pending.items() if other.digest == variant.digest)
+        group.pending = sum(first_seed <= int(name.rpartition("-")[2]) < end for name in names)
+        return group
+
+    def of_variant(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> list[Result]:
+        """Return the results of a variant with seeds in a range, in the order of the seeds."""
+        named = (result.run.rpartition("-") for result in self.results.values() if not result.is_stopped)
+        seeds = sorted(int(seed) for digest, _, seed in named if digest == variant.digest)
+        return [self.results[f"{variant.digest}-{seed}"] for seed in seeds if first_seed <= seed < end]
+
+    def next_seed(self, variant: Variant, first_seed: int = 0) -> int:
+        """Return the first seed that the variant has not been trained with."""
+        seed = first_seed
+        while (name := f"{variant.digest}-{seed}") in self.pending or self.is_known(name):
+            seed += 1
+        return seed
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a run has ended with a loss or a failure."""
+        return name in self.results and not self.results[name].is_stopped
+
+    # Training
+
+    def train(self, next_run: Callable[[], Next]) -> None:
+        """Train and evaluate the runs that `next_run` returns, which is called whenever there is room for one.
+
+        Raises:
+            SystemExit: a signal was received; what has finished is kept.
+            RunError: a disk is full.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            ended: list[tuple[str, Job]] = []
+            evaluation: Future[list[Result]] | None = None
+
+            def jobs() -> Iterator[Job | None]:
+                nonlocal evaluation, ended
+                while True:
+                    if evaluation and evaluation.done():
+                        self._keep(evaluation.result())
+                        evaluation = None
+                    planned = next_run()
+                    must_wait = planned is None or planned == "wait"
+                    if ended and not evaluation and (len(ended) >= EVALUATED_AT_ONCE or must_wait):
+                        evaluation, ended = pool.submit(self._evaluate, ended), []
+                    if must_wait:
+                        if planned is None and not self.pending:
+                            return
+                        yield None
+                    else:
+                        yield self._start(planned)  # pyright: ignore[reportArgumentType]
+
+            try:
+                for job in self.jobs.stream(jobs(), progress=self._print_progress):
+                    if self._has_ended(job):
+                        ended.append((self._started[job][0], job))
+            finally:
+                if evaluation or ended:
+                    print("evaluating the last runs ...", file=sys.stderr)
+                self._keep([*(evaluation.result() if evaluation else []), *self._evaluate(ended)])
+                for job, (name, _) in self._started.items():
+                    if self.jobs.outcomes.get(job) == "stopped":
+                        self._keep([self._spent(name, job, is_stopped=True)])
+                self.pending.clear()
+
+    def _start(self, planned: Planned) -> Job:
+        variant, seed = planned
+        job = variant.job(self.folder, seed)
+        self.pending[job.run.path.name] = planned
+        self._started[job] = job.run.path.name, time.monotonic()
+        return job
+
+    def _has_ended(self, job: Job) -> bool:
+        """Note how a run ended; return whether it can be evaluated."""
+        name, start_time = self._started[job]
+        failure = self.jobs.failures.get(job)
+        if failure and failure.killed:
+            self._killed[name] = self._killed.get(name, 0) + 1
+            print(f"{job.run.path}: {failure.message}", file=sys.stderr)
+            if self._killed[name] < MAX_KILLED:
+                del self.pending[name]  # it is planned again
+                return False
+        if failure:
+            message = failure.message or "ends with an error after its last step"
+            self._keep([self._spent(name, job, failure=message)])
+        elif job.is_finished():
+            if job in self.jobs.outcomes:  # it was trained now
+                self.durations.append(time.monotonic() - start_time)
+            return True
+        else:
+            self.pending.pop(name, None)
+        return False
+
+    def _spent(self, name: str, job: Job, **others: Any) -> Result:
+        """Return a result with what the training of a run took, in this process and in earlier ones."""
+        seconds, sessions = self.jobs.seconds.get(job), self.jobs.starts.get(job, 1)
+        before = self.results.get(name)
+        if before and before.is_stopped:
+            sessions += before.sessions
+            seconds = seconds and seconds + (before.seconds or 0.0)
+        return Result(name, seconds=seconds, sessions=sessions, **others)
+
+    def _keep(self, results: Iterable[Result]) -> None:
+        """Add results to the file; a later row of a run replaces an earlier one."""
+        for result in results:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "results.jsonl", "a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+            self.results[result.run] = result
+            if variant := self.pending.pop(result.run, None):
+                print(self._describe(result, *variant), file=sys.stderr)
+
+    def _describe(self, result: Result, variant: Variant, seed: int) -> str:
+        ended = result.failure or f"loss {result.loss:.4f}"
+        return f"[run {len(self.results)}] {result.run}: {ended}"
+
+    def _print_progress(self) -> None:
+        """Print a line about the runs that train, every PROGRESS_SECONDS."""
+        if time.monotonic() - self._last_progress < PROGRESS_SECONDS:
+            return
+        self._last_progress = time.monotonic()
+        running = [job for job, (name, _) in self._started.items() if name in self.pending and not job.is_finished()]
+        steps = (f"{job.run.path.name} at step {job.run.newest_metrics()['step']}" for job in running)
+        print(f"training {', '.join(steps) or 'nothing'}", file=sys.stderr)
+
+    # Evaluation
+
+    def _evaluate(self, ended: list[tuple[str, Job]]) -> list[Result]:
+        """Evaluate finished runs; their checkpoints are removed."""
+        if not ended:
+            return []
+        ended = sorted(ended, key=lambda pair: str(self.pending[pair[0]][0].code))  # each code is imported once
+        requests = [self.request(name, job) for name, job in ended]
+        command = [sys.executable, "-m", "tools.experiment.evaluator", str(self.baseline.code)]
+        done = run_program(command, cwd=ROOT, input="\n".join(map(json.dumps, requests)))
+        answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or len(answers) != len(ended):
+            raise RunError(f"the evaluation fails: {last_error(done, self.baseline.code)}")
+        results = []
+        for (name, job), answer in zip(ended, answers, strict=True):
+            newest = job.run.newest_metrics()
+            facts = {"digest": newest.get("state/digest"), "tokens": read_tokens(job)}
+            loss, excess = answer["loss"], answer["excess_loss"]
+            if self.metric and not answer["problem"]:
+                loss, excess = newest.get(self.metric), None
+            problem = answer["problem"] or problem_of(loss, excess, self.metric)
+            facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
+            results.append(self._spent(name, job, **facts))
+            shutil.rmtree(job.run.checkpoints, ignore_errors=True)  # nothing else reads them
+        return results
+
+    def request(self, name: str, job: Job) -> dict[str, Any]:
+        """Return what the evaluator must know of a run; nothing of it was written by the code of the run."""
+        variant, seed = self.pending[name]
+        baseline = self.baseline.settings
+        settings = {
+            name: value
+            for name, value in variant.settings.items()
+            if name in baseline and value is not None and (name in BATCH_SETTINGS or name.startswith("data."))
+        }
+        batch_size = global_batch_size(variant.settings, variant.launch)
+        settings |= {"seed": seed, "global_batch_size": batch_size, "data.hash": None}
+        manifests = {str(file): sha256(file) for file in sorted(job.run.checkpoints.glob("step-*/manifest.json"))}
+        delivered = delivered_file(job.run)
+        files = delivered.parent.glob(f"{delivered.name}.*") if variant.changes_code else []
+        return {
+            "code": str(variant.code),
+            "run": str(job.run.path),
+            "config": str(self.baseline.config_file(self.folder)),
+            "settings": settings,
+            "test_seed": self.test_seed,
+            "manifests": manifests,
+            "delivered": sorted(str(file) for file in files if not file.name.endswith(".tokens")),
+            "sessions": self._spent(name, job).sessions,
+            "processes": variant.launch.processes or 1,
+        }
+
+
+def problem_of(loss: float | None, excess_loss: float | None, metric: str | None) -> str:
+    """Return why a loss cannot be compared; "" if it can."""
+    what = metric or "its loss"
+    if not isinstance(loss, int | float):
+        return f"{what} is not logged"
+    if not math.isfinite(loss):
+        return f"{what} is {loss}"
+    if excess_loss is not None and excess_loss <= 0:
+        return f"its loss is below the entropy of the data, by {-excess_loss:.4g} nats/token"
+    return f"{what} is {loss:g}, and only positive values are compared" if loss <= 0 else ""
+
+
+def read_tokens(job: Job) -> float | None:
+    """Return the tokens that entered the model of a run in training, as its own process counted them."""
+    delivered = delivered_file(job.run)
+    try:
+        counts = [file.read_text().split() for file in delivered.parent.glob(f"{delivered.name}.*.tokens")]
+        return float(sum(int(count) for session in counts for count in session)) or None
+    except (OSError, ValueError):
+        return None
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """Read results.jsonl, by the name of the run; a damaged line is skipped."""
+    results = {}
+    try:
+        lines = (folder / "results.jsonl").read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            result = from_json(parse_object(line), Result)
+        except ValueError as error:
+            print(f"{folder / 'results.jsonl'}, line {number} is skipped: {error}", file=sys.stderr)
+        else:
+            results[result.run] = result
+    return results

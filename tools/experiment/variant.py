@@ -1,0 +1,325 @@
+"""Variants: the code and the settings that runs are trained with, and what they cost.
+
+A recipe is the baseline: a commit, settings and a launch. Its variants have ideas on top, in their order.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoint.identity import code_hash
+from config.errors import ConfigError, RunError
+from config.paths import expand_user_path
+from config.schema import flat_settings
+from config.yaml_files import read_yaml
+from run.directory import Run
+from storage.files import sha256 as hash_file
+from storage.files import write_once
+from storage.json_objects import parse_object
+from tools.experiment import change
+from tools.experiment.change import Checkouts, Idea
+from tools.jobs.launch import Launch
+from tools.jobs.runner import Job
+from tools.scale.recipe import LR_POWER
+
+# Settings and sections in which the runs of one variant may differ.
+PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
+PER_RUN_SECTIONS = {"tracking", "checkpoint"}
+# Settings that decide which tokens are predicted, together with those of `data`, except NOT_TARGET_SETTINGS.
+TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
+NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
+ERROR = "train.py: error: "
+WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
+PROGRAM = Path(__file__).with_name("variant_program.py")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a variant costs, counted by the code of the baseline on the model of the variant."""
+
+    parameters: int
+    flops_per_token: float
+    """Of the matrix products in a forward and backward."""
+    steps: int
+    tokens: float
+    """Of a run, by its settings: steps x global batch x sequence length."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a run."""
+        return self.tokens * self.flops_per_token
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Code, launch and settings of runs."""
+
+    code: Path
+    """Folder of train.py."""
+    code_hash: str
+    changes_code: bool
+    """Whether the code is not that of the baseline."""
+    launch: Launch
+    given: dict[str, Any]
+    """Settings that are given to train.py, by `section.name`; the others have the defaults of its code."""
+    settings: dict[str, Any]
+    """All settings, as its code resolves them."""
+    cost: Cost
+    inputs: tuple[str, ...] = ()
+    """Hashes of the corpora and of the initial weights."""
+    warnings: tuple[str, ...] = ()
+    """Checks of verify.py that its model fails."""
+    validation_rows: int | None = None
+    """Of a text corpus: all sequences of its validation split."""
+
+    def changed(self, settings: dict[str, Any]) -> "Variant":
+        """Return the variant with other values of settings."""
+        changed = replace(self, given=self.given | settings, settings=self.settings | settings)
+        steps = changed.settings["steps"]
+        tokens = steps * global_batch_size(changed.settings, self.launch) * changed.settings["seq_len"]
+        return replace(changed, cost=replace(self.cost, steps=steps, tokens=tokens))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the settings, code, launch and inputs: variants with equal digests train the same."""
+        shared = {name: value for name, value in self.settings.items() if is_shared(name)}
+        facts = [shared, self.code_hash, self.launch.identity, self.inputs]
+        return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
+    def config_file(self, folder: Path) -> Path:
+        """Write the settings that are given to train.py into the folder of an experiment; return the file."""
+        content = yaml.safe_dump(self.given, sort_keys=False).encode()
+        return write_once(folder / "configs" / f"{self.digest}.yaml", content)
+
+    def job(self, folder: Path, seed: int) -> Job:
+        """Return the run with a seed, in the folder of an experiment."""
+        run = Run(folder / "runs" / f"{self.digest}-{seed}")
+        program = [str(PROGRAM), str(self.code), "train", str(delivered_file(run))]
+        words = ["--config", str(self.config_file(folder)), "--seed", str(seed)]
+        words += ["--name", run.path.name, "--out_dir", str(run.path.parent)]
+        return Job(run, self.settings["steps"], (*self.launch.command, *program, *words))
+
+
+def delivered_file(run: Run) -> Path:
+    """Return the path, without the rank, of what variant_program.py records of a run: see Delivered there."""
+    return run.path.parent / "delivered" / run.path.name
+
+
+# Resolving settings
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The baseline of an experiment."""
+
+    commit: str | None
+    """None outside of a git repository: the code is this folder."""
+    words: list[str]
+    """Settings of train.py for all runs."""
+    launch: Launch
+    checkouts: Checkouts
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Settings that follow the words."""
+
+    def variants(self, stacks: Iterable[Sequence[Idea]]) -> list["Variant | ConfigError | RunError"]:
+        """Return the variant with each sequence of ideas, or why there is none.
+
+        ConfigError: the ideas conflict, or the code refuses the settings. RunError: the code crashes. All variants of
+        one code are resolved by one process.
+        """
+        stacks = [tuple(stack) for stack in stacks]
+        found: list[Variant | ConfigError | RunError | None] = [None] * len(stacks)
+        requests: dict[Path, dict[int, dict[str, Any]]] = {}
+        for index, stack in enumerate(stacks):
+            try:
+                code = self.checkouts.folder(change.merge(self.commit, stack))
+                words = [*self.words, *chain.from_iterable(idea.settings for idea in stack)]
+                requests.setdefault(code, {})[index] = given_settings(words, code) | dict(self.settings)
+            except ConfigError as error:
+                found[index] = error
+        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+            for resolved in pool.map(self._resolve, requests, requests.values()):
+                found = [resolved.get(index, variant) for index, variant in enumerate(found)]
+        assert all(variant is not None for variant in found), "each has a result"
+        return found  # pyright: ignore[reportReturnType]
+
+    def variant(self, ideas: Sequence[Idea] = ()) -> Variant:
+        """Return the variant with ideas; raise the errors of `variants`."""
+        [variant] = self.variants([ideas])
+        if isinstance(variant, Exception):
+            raise variant
+        return variant
+
+    def _resolve(
+        self, code: Path, requests: dict[int, dict[str, Any]]
+    ) -> dict[int, "Variant | ConfigError | RunError"]:
+        """Resolve settings by the code in a folder."""
+        baseline = self.checkouts.folder(self.commit)
+        lines = "".join(json.dumps(given) + "\n" for given in requests.values())
+        done = run_program([sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)], input=lines)
+        answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or len(answers) != len(requests):
+            problem = RunError(f"does not start: {last_error(done, code)}")
+            return dict.fromkeys(requests, problem)
+        changes_code, own_hash, variants = code != baseline, code_hash(code), {}
+        for (index, given), answer in zip(requests.items(), answers, strict=True):
+            if "refused" in answer:
+                variants[index] = ConfigError(answer["refused"])
+            elif "crash" in answer:
+                variants[index] = RunError(f"does not start: {answer['crash']}")
+            else:
+                settings = answer["settings"]
+                tokens = settings["steps"] * global_batch_size(settings, self.launch) * settings["seq_len"]
+                cost = Cost(answer["parameters"], answer["flops_per_token"], settings["steps"], tokens)
+                inputs, warnings = input_hashes(settings), tuple(answer["warnings"] if changes_code else ())
+                facts = own_hash, changes_code, self.launch, given, settings, cost, inputs, warnings
+                variants[index] = Variant(code, *facts, answer["validation_rows"])
+        return variants
+
+
+def given_settings(words: Sequence[str], code: Path) -> dict[str, Any]:
+    """Return the settings that a command line of train.py gives, by `section.name`; later ones win.
+
+    The file of a --config in this repository is that of `code`, so that uncommitted edits of it reach no run.
+    """
+    given: dict[str, Any] = {}
+    words = list(words)
+    while words:
+        option, equals, value = words.pop(0).partition("=")
+        if not option.startswith("--"):
+            raise ConfigError(f"{option}: not an option; settings are given as --section.setting VALUE")
+        if not equals:
+            if not words:
+                raise ConfigError(f"{option.removeprefix('--')}: has no value")
+            value = words.pop(0)
+        if option == "--config":
+            given |= read_config(value, code)
+        else:
+            given[option.removeprefix("--")] = read_yaml(value) if value[:1] in ("[", "{") else parse_null(value)
+    return given
+
+
+def parse_null(value: str) -> str | None:
+    """Return None for null; other values stay text, which the code of the variant parses."""
+    return None if value == "null" else value
+
+
+def read_config(name: str, code: Path) -> dict[str, Any]:
+    """Return the settings of a config file by `section.name`."""
+    file = Path(os.path.abspath(expand_user_path("config", name)))
+    if file.is_relative_to(change.ROOT) and (of_code := code / file.relative_to(change.ROOT)).is_file():
+        if of_code.read_bytes() != file.read_bytes() and code != change.ROOT:
+            print(f"{name}: its uncommitted changes are in no run", file=sys.stderr)
+        file = of_code
+    try:
+        settings = read_yaml(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {name}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"config: {name}: no line has the form `setting: value`")
+    return flat_settings(settings)
+
+
+def global_batch_size(settings: dict[str, Any], launch: Launch) -> int:
+    """Return the sequences of a step; null is one micro-batch for each process."""
+    return settings["global_batch_size"] or settings["micro_batch_size"] * (launch.processes or 1)
+
+
+def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program on one thread, in a session of its own, because Ctrl-C is for tools.experiment to handle."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, start_new_session=True, **options)
+
+
+def last_error(done: subprocess.CompletedProcess[str], code: Path) -> str:
+    """Return the last line that a failed program printed, and its innermost frame in `code`, as (model/gpt.py:12)."""
+    line = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}").removeprefix(ERROR)
+    frames = re.findall(r'File "(.+?)", line (\d+)', done.stderr)
+    in_code = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
+    in_code = [(file.relative_to(code), line) for file, line in in_code if "site-packages" not in file.parts]
+    return f"{line} ({in_code[-1][0]}:{in_code[-1][1]})" if in_code else line
+
+
+def is_shared(name: str) -> bool:
+    """Return whether all runs of a variant have the same value of a setting."""
+    return name not in PER_RUN_SETTINGS and name.partition(".")[0] not in PER_RUN_SECTIONS
+
+
+def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Return hashes of the corpora, and of the weights and moments that init_from, branch_from and teacher.path name.
+
+    A name on the Hub has no hash here.
+    """
+    corpora = settings.get("data.mix") or filter(None, [settings.get("data.path")])
+    hashes = [file_hash(Path(corpus).expanduser() / "metadata.json") for corpus in corpora]
+    for name in ("init_from", "branch_from", "teacher.path"):
+        if settings.get(name) and (folder := Path(settings[name]).expanduser()).is_dir():
+            # A manifest has the checksums of its checkpoint; the folder of a model has none.
+            files = sorted(folder.rglob("manifest.json")) or sorted(folder.glob("*.safetensors"))
+            hashes += map(file_hash, [*files, folder / "config.json"])
+    return tuple(hashes)
+
+
+def file_hash(file: Path) -> str:
+    """Return the SHA-256 of a file; "" if there is none."""
+    return hash_file(file) if file.is_file() else ""
+
+
+def check_targets(baseline: Variant, variant: Variant) -> None:
+    """Raise ConfigError if the settings of a variant change which tokens are predicted."""
+    for name, value in variant.settings.items():
+        is_target = name in TARGET_SETTINGS or (name.startswith("data.") and name not in NOT_TARGET_SETTINGS)
+        if is_target and baseline.settings.get(name) != value:
+            raise ConfigError(f"{name}: {value} changes which tokens are predicted; give it to all runs")
+
+
+# Scaling
+
+
+def scale_steps(variant: Variant, factor: float) -> Variant:
+    """Return the variant on `factor` times the steps, with a schedule of the same shape and samples in proportion."""
+    changes = {}
+    for name in ("steps", "schedule.warmup_steps", "schedule.decay_steps", "schedule.batch_warmup_steps"):
+        if value := variant.settings.get(name):
+            changes[name] = max(1, round(factor * value))
+    if "schedule.decay_steps" in changes:  # each was rounded independently
+        longest = changes["steps"] - changes.get("schedule.warmup_steps", 0)
+        changes["schedule.decay_steps"] = max(1, min(changes["schedule.decay_steps"], longest))
+    if variant.settings["data.source"] != "text":
+        changes["data.num_samples"] = max(1, round(factor * variant.settings["data.num_samples"]))
+    return variant.changed(changes) if factor != 1 else variant
+
+
+def scale_parameters(variant: Variant, factor: float) -> Variant:
+    """Return the variant with `factor` times the parameters in its blocks, and tokens in proportion.
+
+    Width, feed-forward width and number of heads grow with the square root, so heads keep their size; depth stays, and
+    the learning rate falls with the width as in tools/scale/recipe.py.
+    """
+    if factor == 1:
+        return variant
+    settings, widening = variant.settings, math.sqrt(factor)
+    queries_per_key = settings["model.n_heads"] // (settings["model.n_kv_heads"] or settings["model.n_heads"])
+    heads = queries_per_key * max(1, round(widening * settings["model.n_heads"] / queries_per_key))
+    changes = {
+        "model.n_heads": heads,
+        "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
+        "model.d_ff": WIDTH_STEP * round(widening * settings["model.d_ff"] / WIDTH_STEP),
+        "optimizer.lr": settings["optimizer.lr"] * widening**LR_POWER,
+    }
+    if settings["model.n_kv_heads"]:
+        changes["model.n_kv_heads"] = heads // queries_per_key
+    return scale_steps(variant.changed(changes), factor)

@@ -1,0 +1,224 @@
+"""Runs the code of a variant: resolves its settings, trains it, computes its logits.
+
+    python tools/experiment/variant_program.py CODE resolve BASELINE < settings
+    python tools/experiment/variant_program.py CODE train FILE [settings of train.py]
+    python tools/experiment/variant_program.py CODE logits FILE_DESCRIPTOR
+
+CODE may be changed by somebody who profits from a good score. So this process decides nothing: it answers questions,
+and evaluator.py computes the loss in another process, with the code of the baseline.
+"""
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import torch as safetensors
+from torch import Tensor
+
+EXIT_STOPPED = 75  # of train.py, after it has saved
+MAX_COUNTED_POSITIONS = 128  # of the sequence whose FLOPs are counted
+
+
+# Settings and costs
+
+
+def resolve(baseline: str) -> int:
+    """Answer each line of stdin, an object of settings by `section.name`, by an object on a line of stdout.
+
+    It has `settings`, all of them; `parameters`, `flops_per_token`, and `warnings`, the checks of verify.py that the
+    model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
+    """
+    # The checks are those of the baseline; what they import is of the variant.
+    checks = ModuleType("checks")
+    checks.__path__ = [str(Path(baseline, "checks"))]
+    sys.modules["checks"] = checks
+
+    from config.errors import ConfigError
+
+    for line in sys.stdin:
+        try:
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
+                config.write(line)  # JSON is YAML
+                config.flush()
+                answer = describe(config.name)
+        except ConfigError as error:
+            answer = {"refused": str(error).replace(f"{config.name}: ", "")}
+        except Exception as error:  # whatever the code of the variant raises
+            frames = traceback.extract_tb(error.__traceback__)
+            root = os.path.join(sys.path[0], "")
+            places = [
+                f"{frame.filename.removeprefix(root)}:{frame.lineno}"
+                for frame in frames
+                if frame.filename.startswith(root)
+            ]
+            answer = {"crash": f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")}
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+def describe(file: str) -> dict[str, Any]:
+    """Resolve the settings of a config file, and count what a run with them costs."""
+    from config.parser import parse_config
+    from data.corpus import load_corpus
+    from model.gpt import build_on_meta_device
+
+    config = parse_config(["--config", file])
+    corpus = load_corpus(config.replace(**{"evaluation.num_samples": None}) if config.data.source == "text" else config)
+    with_vocabulary = corpus.fill_in(config)
+    return {
+        "settings": config.flat() | {"name": None},
+        "parameters": sum(weight.numel() for weight in build_on_meta_device(with_vocabulary.model).parameters()),
+        "flops_per_token": count_flops(with_vocabulary),
+        "validation_rows": len(corpus.validation) if config.data.source == "text" and corpus.validation else None,
+        "warnings": failed_checks(file),
+    }
+
+
+def count_flops(config: Any) -> float:
+    """Count the FLOPs per token of the matrix products in a forward and backward, on a short sequence.
+
+    In float64, where all products are torch's own, and with attention as separate products.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from model.gpt import GPTModel
+
+    length = min(config.seq_len, config.model.max_position_embeddings, MAX_COUNTED_POSITIONS)
+    model = GPTModel(config.model.replace(dropout=0.0)).double().train()
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, labels=tokens)[1].backward()
+    return counter.get_total_flops() / length
+
+
+def failed_checks(file: str) -> list[str]:
+    """Return the checks of verify.py that train nothing and that the model fails.
+
+    A changed network may differ from GPT-2 and Qwen3, so `logits = transformers'` is not required to hold.
+    """
+    from checks.short_run import parse_short_run
+    from checks.verification import Verification
+
+    verification, failed = Verification(parse_short_run(["--config", file])), []
+    for name, check in verification.model_checks().items():
+        result, figure = verification.run(check)
+        if result == "FAIL" and not name.startswith("logits = transformers'"):
+            failed.append(f"{name}: {figure}")
+    return failed
+
+
+# Training
+
+
+def hash_sequences(input_ids: Tensor) -> Tensor:
+    """Hash every sequence of tokens on its device, int64 [B, T] -> int64 [B].
+
+    A sequence is multiplied by T random odd numbers modulo 2^64 and summed, then its bits are mixed twice.
+    """
+    generator = torch.Generator().manual_seed(input_ids.shape[1])
+    factors = torch.randint(-(2**63), 2**63 - 1, (input_ids.shape[1],), generator=generator) | 1
+    hashes = ((input_ids + 1) * factors.to(input_ids.device)).sum(1)
+    for factor in (-7046029254386353131, -4658895280553007687):  # odd constants of SplitMix64 (Steele et al. 2014)
+        hashes = (hashes ^ (hashes >> 31)) * factor
+    return hashes
+
+
+class Delivered:
+    """Records what was read for training, and how many tokens entered the model.
+
+    FILE.RANK has the hashes of all sequences, int64, and FILE.RANK.tokens a number for each session. A session that
+    fails or is killed records nothing, as its steps are trained again.
+    """
+
+    def __init__(self):
+        self.hashes: list[Tensor] = []
+        self.num_tokens = 0
+
+    def install(self) -> None:
+        """Wrap the function that reads batches, which only the baseline's `data/` may define, and the model."""
+        import data.loader
+        from model.gpt import GPTModel
+
+        delivered, load_batch, forward = self, data.loader.load_batch, GPTModel.forward
+
+        @functools.wraps(load_batch)
+        def record_sequences(*words: Any) -> Any:
+            batch = load_batch(*words)
+            if torch.is_grad_enabled():  # not in an evaluation
+                delivered.hashes.append(hash_sequences(batch["input_ids"]))
+            return batch
+
+        @functools.wraps(forward)
+        def count_tokens(self: Any, input_ids: Tensor, *others: Any, **inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                delivered.num_tokens += input_ids.numel()
+            return forward(self, input_ids, *others, **inputs)
+
+        data.loader.load_batch, GPTModel.forward = record_sequences, count_tokens
+
+    def write(self, file: str) -> None:
+        """Append to the files of this session."""
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab") as recorded, open(f"{file}.tokens", "a") as tokens:
+            recorded.write(torch.cat(self.hashes).numpy().tobytes() if self.hashes else b"")
+            print(self.num_tokens, file=tokens)
+
+
+def train(file: str, *words: str) -> int:
+    """Run train.py and record what was delivered for training; return the exit code."""
+    from cli.scripts import run_script
+    from distributed.world import process_rank
+
+    delivered = Delivered()
+    delivered.install()
+    sys.argv = ["train.py", *words]
+    exit_code = run_script("train")
+    if exit_code in (0, EXIT_STOPPED):
+        delivered.write(f"{file}.{process_rank()}")
+    return exit_code
+
+
+# Evaluation
+
+
+def logits(file_descriptor: str) -> int:
+    """Answer messages on a connection: the path of a run loads its model, a batch is answered by its logits.
+
+    A batch is a safetensors file of the arguments of the model's forward without labels, each [B, T]; the answer has
+    `logits`, float32 [B, T, V].
+    """
+    from pretrained.load import load_run
+
+    connection = Connection(int(file_descriptor))
+    model = None
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return 0
+        if message.startswith(b"/"):
+            model = load_run(message.decode())[1].to("cuda" if torch.cuda.is_available() else "cpu")
+            continue
+        assert model is not None, "the first message is a path"
+        device = next(model.parameters()).device
+        batch = {name: tensor.to(device) for name, tensor in safetensors.load(message).items()}
+        with torch.no_grad():
+            answer = model(**batch)[0].float().cpu().contiguous()
+        connection.send_bytes(safetensors.save({"logits": answer}))
+
+
+if __name__ == "__main__":
+    sys.path[0] = sys.argv[1]
+    exit_code = {"resolve": resolve, "train": train, "logits": logits}[sys.argv[2]](*sys.argv[3:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # without teardown, which can hang in gloo's threads

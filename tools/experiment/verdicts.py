@@ -1,0 +1,274 @@
+"""What the runs of a race say about each idea, and which variant to train next.
+
+All values are logarithms of losses, so differences are relative changes. Three parts, which hold for one idea or many:
+
+- Variances. The seeds of a variant are few, so its variance is shrunk toward the common one of all variants (moderated
+  t-statistics: Smyth, "Linear models and empirical Bayes methods for assessing differential expression", 2004; as in
+  the R package limma).
+- Intervals and p-values that hold at every look: a normal mixture over the possible effects (Robbins, "Statistical
+  methods related to the law of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid
+  inference", 2022). So one may look after every run, stop at any time and go on later.
+- Verdicts. Over the ideas of a race the false discovery rate is controlled (Benjamini and Hochberg 1995); with p-values
+  that hold at every look this also holds where later runs depend on earlier results (Jamieson and Jain, "A bandit
+  approach to multiple testing with false discovery control", 2018).
+
+tests/tools/experiment/test_verdicts.py simulates the rates: heavy tails, skew, unequal variances, failures, late ideas.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy import optimize, special, stats
+
+LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
+MIN_BASELINE_RUNS, MIN_RUNS = 4, 2  # before anything is computed
+# The standard deviation of the mixture over effects, relative to the margin. It tunes for which effects the intervals
+# are shortest, and the rates hold for any value.
+MIXTURE_SCALE = 2.0
+OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next run is chosen
+MAX_PRIOR_FREEDOM = 1000.0  # degrees of freedom of the common variance where the variances do not differ
+
+Verdict = Literal["better", "worse", "no gain", "unknown", "failed", "identical"]
+
+
+@dataclass
+class Group:
+    """The runs of one variant."""
+
+    values: list[float] = field(default_factory=list)
+    """Log of the loss of each run that is scored."""
+    failed: int = 0
+    """Runs that crashed or diverged, or whose loss is not valid."""
+    pending: int = 0
+    """Runs that are planned, in training or not scored yet."""
+
+    @property
+    def num_ended(self) -> int:
+        """Runs with a result."""
+        return len(self.values) + self.failed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of an idea."""
+
+    verdict: Verdict = "unknown"
+    effect: float = math.nan
+    """Difference of the mean log loss from the baseline's; negative is better. NaN before MIN_RUNS runs."""
+    half_width: float = math.inf
+    """The 95% interval, which holds at every look, is effect - half_width to effect + half_width."""
+    p: float = 1.0
+    q: float = 1.0
+    """p-value corrected for the number of ideas (Benjamini and Hochberg)."""
+    standard_error: float = math.inf
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more runs are of no use; the effect of a `better` idea may still be too imprecise."""
+        return self.verdict not in ("unknown", "better")
+
+
+# Variances and intervals
+
+
+def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, float]:
+    """Shrink the sample variance of each group toward the common one.
+
+    The prior, a scaled inverse chi-squared distribution of the true variances, is estimated by the moments of the log
+    sample variances (Smyth 2004, section 6.2).
+
+    Returns:
+        The shrunk variances [groups], their degrees of freedom [groups], and the degrees of freedom of all groups
+        together, which no estimate exceeds.
+    """
+    freedom = np.array([max(len(group) - 1, 0) for group in groups], float)
+    variances = np.array([np.var(group, ddof=1) if len(group) > 1 else 0.0 for group in groups])
+    is_known = (freedom > 0) & (variances > 0)
+    total = float(freedom[is_known].sum())
+    if not total:
+        return np.zeros(len(groups)), np.ones(len(groups)), 1.0
+
+    # The log of a sample variance with d degrees of freedom has the mean log(s^2) + digamma(d / 2) - log(d / 2) and the
+    # variance trigamma(d / 2). What the log variances vary more than that is the variance of the prior.
+    d, known = freedom[is_known], variances[is_known]
+    logs = np.log(known) - special.digamma(d / 2) + np.log(d / 2)
+    excess = float(np.var(logs, ddof=1) - special.polygamma(1, d / 2).mean()) if len(logs) > 1 else 0.0
+    prior_freedom = MAX_PRIOR_FREEDOM
+    if excess > special.polygamma(1, MAX_PRIOR_FREEDOM / 2):
+        root: Any = optimize.brentq(lambda x: special.polygamma(1, x) - excess, 1e-4, MAX_PRIOR_FREEDOM)
+        prior_freedom = 2 * root
+    prior = math.exp(logs.mean() + special.digamma(prior_freedom / 2) - math.log(prior_freedom / 2))
+
+    shrunk = (prior_freedom * prior + freedom * variances) / (prior_freedom + freedom)
+    return shrunk, np.minimum(prior_freedom + freedom, total), total
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences of pairs of groups, each array [pairs]."""
+
+    effects: np.ndarray
+    half_widths: np.ndarray
+    p: np.ndarray
+    standard_errors: np.ndarray
+
+
+def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]], margin: float) -> Differences:
+    """Compare the means of pairs of groups by intervals and p-values that hold at every look.
+
+    Args:
+        groups: log losses, at least one in each group of a pair.
+        pairs: (baseline, variant), indices of groups.
+        margin: effects of about this size get the shortest intervals, as a log ratio.
+    """
+    variances, freedom, total = moderate_variances(groups)
+    means = np.array([np.mean(group) if len(group) else math.nan for group in groups])
+    first, second = np.array(pairs, int).reshape(-1, 2).T
+    counts = np.array([max(len(group), 1) for group in groups])
+    squared_errors = variances / counts  # of the means
+
+    # Welch and Satterthwaite's degrees of freedom of a difference.
+    sums = squared_errors[first] + squared_errors[second]
+    weights = squared_errors**2 / freedom
+    with np.errstate(invalid="ignore", divide="ignore"):
+        difference_freedom = np.minimum(sums**2 / (weights[first] + weights[second]), total)
+    errors = np.sqrt(sums).clip(1e-12)
+    difference_freedom = np.nan_to_num(difference_freedom, nan=1.0).clip(1)
+    effects = means[second] - means[first]
+
+    # The t-statistic becomes the normal quantile of the same tail, and the mixture over effects ~ N(0, scale^2) turns
+    # that into a martingale: its inverse is the p-value, and the effects that it does not reject are the interval.
+    z = stats.norm.isf(stats.t.sf(np.abs(effects) / errors, difference_freedom).clip(1e-300))
+    ratio = (MIXTURE_SCALE * margin / errors) ** 2
+    p = np.exp(np.minimum(0.0, (np.log1p(ratio) - z**2 * ratio / (1 + ratio)) / 2))
+    boundary = np.sqrt((1 + 1 / ratio) * (2 * math.log(1 / LEVEL) + np.log1p(ratio)))
+    half_widths = errors * stats.t.isf(stats.norm.sf(boundary), difference_freedom)
+    return Differences(effects, half_widths, p, errors)
+
+
+def q_values(p: np.ndarray) -> np.ndarray:
+    """Return the smallest false discovery rate at which each p-value is a discovery (Benjamini and Hochberg 1995)."""
+    order = np.argsort(p)
+    stepped = p[order] * len(p) / np.arange(1, len(p) + 1)
+    q = np.empty(len(p))
+    q[order] = np.minimum.accumulate(stepped[::-1])[::-1].clip(max=1)
+    return q
+
+
+# Verdicts
+
+
+def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Finding]:
+    """Return what is known of each idea.
+
+    - failed: its runs fail more often than the baseline's.
+    - better, worse: a discovery at LEVEL, in that direction.
+    - no gain: the interval excludes a gain of `margin` (a log ratio).
+    - unknown: none of these yet.
+    """
+    findings = [Finding("failed") if fails_more_often(idea, baseline) else Finding() for idea in ideas]
+    measured = [
+        index
+        for index, idea in enumerate(ideas)
+        if findings[index].verdict != "failed" and len(idea.values) >= MIN_RUNS
+    ]
+    if len(baseline.values) < MIN_BASELINE_RUNS or not measured:
+        return findings
+    groups = [baseline.values, *(ideas[index].values for index in measured)]
+    found = compare(groups, [(0, number) for number in range(1, len(groups))], margin)
+
+    # An idea that is not measured yet, or fails, is in the family with a p-value of 1.
+    p = np.ones(len(ideas))
+    p[measured] = found.p
+    q = q_values(p)
+    for number, index in enumerate(measured):
+        effect, half_width = float(found.effects[number]), float(found.half_widths[number])
+        verdict = decide(effect, half_width, float(q[index]), margin)
+        if verdict == "better" and failure_rate(ideas[index]) > failure_rate(baseline):
+            verdict = "unknown"
+        error = float(found.standard_errors[number])
+        findings[index] = Finding(verdict, effect, half_width, float(p[index]), float(q[index]), error)
+    return findings
+
+
+def decide(effect: float, half_width: float, q: float, margin: float) -> Verdict:
+    """Return what an effect with an interval says; q is its p-value, corrected for the number of comparisons."""
+    if q <= LEVEL:
+        return "better" if effect < 0 else "worse"
+    return "no gain" if effect - half_width > -margin else "unknown"
+
+
+def failure_rate(group: Group) -> float:
+    """Return the fraction of failed runs."""
+    return group.failed / max(1, group.num_ended)
+
+
+def fails_more_often(idea: Group, baseline: Group) -> bool:
+    """Return whether runs of an idea fail more often than those of the baseline.
+
+    Where no run of the baseline fails, one failure is enough; where some do, Fisher's exact test decides.
+    """
+    if failure_rate(idea) <= failure_rate(baseline):
+        return False
+    if not baseline.failed:
+        return True
+    table = [[idea.failed, len(idea.values)], [baseline.failed, len(baseline.values)]]
+    test: Any = stats.fisher_exact(table, alternative="greater")
+    return test.pvalue <= LEVEL
+
+
+# Allocation
+
+BASELINE = -1
+
+
+def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Finding]) -> int | None:
+    """Return the idea whose next run helps most to find the best one, BASELINE, or None if the round is over.
+
+    First every variant is trained a few times. Then a run goes to the idea that may be the best: the one with the
+    lowest effect minus OPTIMISM standard errors (upper confidence bound: Lai and Robbins 1985; Auer 2002). The
+    baseline, which all ideas share, is trained about as often as the square root of the number of open ideas times one
+    of them, which makes the differences as precise as possible for the number of runs (Dunnett 1955).
+
+    Runs that are pending count as if they had confirmed what is known.
+    """
+    if baseline.num_ended + baseline.pending < MIN_BASELINE_RUNS:
+        return BASELINE
+    open_ideas = [index for index, finding in enumerate(findings) if not finding.is_settled]
+    first_runs = [index for index in open_ideas if ideas[index].num_ended + ideas[index].pending < MIN_RUNS]
+    if first_runs:
+        return min(first_runs, key=lambda index: ideas[index].num_ended + ideas[index].pending)
+    open_ideas = [index for index in open_ideas if math.isfinite(findings[index].effect)]
+    if not open_ideas or is_decided(findings):
+        return None
+
+    def runs(group: Group) -> int:
+        return len(group.values) + group.pending
+
+    def optimistic(index: int) -> float:
+        idea, finding = ideas[index], findings[index]
+        deviation = finding.standard_error * math.sqrt(len(idea.values) / runs(idea))
+        return finding.effect - OPTIMISM * deviation
+
+    best = min(open_ideas, key=optimistic)
+    is_short = runs(baseline) < math.sqrt(len(open_ideas)) * np.mean([runs(ideas[index]) for index in open_ideas])
+    return BASELINE if is_short or runs(baseline) < runs(ideas[best]) else best
+
+
+def is_decided(findings: Sequence[Finding]) -> bool:
+    """Return whether the best idea is better, and no open one may be better than it is estimated to be."""
+    better = [finding for finding in findings if finding.verdict == "better"]
+    if not better:
+        return False
+    best = min(better, key=lambda finding: finding.effect)
+    rivals = (finding for finding in findings if finding is not best and not finding.is_settled)
+    return all(rival.effect - OPTIMISM * rival.standard_error > best.effect for rival in rivals)
+
+
+def best_idea(findings: Sequence[Finding]) -> int | None:
+    """Return the idea that joins the baseline: the better one with the largest gain; None if there is none."""
+    better = [index for index, finding in enumerate(findings) if finding.verdict == "better"]
+    return min(better, key=lambda index: findings[index].effect) if better else None
