@@ -6,7 +6,7 @@ A request is a line of JSON: see `request` in tools/experiment/runs.py. All runs
 evaluated here in the same way, in float32 (on a GPU in its own arithmetic). Five principles make a loss hard to fake:
 
 1. The test data did not exist when the model was trained. Generated data are drawn with a seed that no run was given;
-   of a text corpus, the sequences are those on which no run evaluates. So nothing that a model keeps can be the answers.
+   of a text corpus, they are sequences on which no run evaluates. So nothing that a model keeps can be the answers.
 2. Tokens go in and labels stay here. The loss and the test of causality use log-probabilities: in half of the
    sequences everything behind a random position is replaced, and nothing before it may change.
 3. Scoring changes nothing and does not depend on order: all sequences are scored twice, in two processes, in different

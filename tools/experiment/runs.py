@@ -224,8 +224,8 @@ class Runs:
             return
         self._last_progress = time.monotonic()
         running = [job for job, (name, _) in self._started.items() if name in self.pending and not job.is_finished()]
-        steps = (f"{job.run.path.name} at step {job.run.newest_metrics()['step']}" for job in running)
-        print(f"training {', '.join(steps) or 'nothing'}", file=sys.stderr)
+        if steps := [f"{job.run.path.name} at step {job.run.newest_metrics()['step']}" for job in running]:
+            print(f"training {', '.join(steps)}", file=sys.stderr)
 
     # Evaluation
 
@@ -235,13 +235,8 @@ class Runs:
             return []
         ended = sorted(ended, key=lambda pair: str(self.pending[pair[0]][0].code))  # each code is imported once
         requests = [self.request(name, job) for name, job in ended]
-        command = [sys.executable, "-m", "tools.experiment.evaluator", str(self.baseline.code)]
-        done = run_program(command, cwd=ROOT, input="\n".join(map(json.dumps, requests)))
-        answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode or len(answers) != len(ended):
-            raise RunError(f"the evaluation fails: {last_error(done, self.baseline.code)}")
         results = []
-        for (name, job), answer in zip(ended, answers, strict=True):
+        for (name, job), answer in zip(ended, run_evaluator(self.baseline.code, requests), strict=True):
             newest = job.run.newest_metrics()
             facts = {"digest": newest.get("state/digest"), "tokens": read_tokens(job)}
             loss, excess = answer["loss"], answer["excess_loss"]
@@ -278,6 +273,16 @@ class Runs:
             "sessions": self._spent(name, job).sessions,
             "processes": variant.launch.processes or 1,
         }
+
+
+def run_evaluator(code: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers of tools/experiment/evaluator.py, with the code of the baseline."""
+    command = [sys.executable, "-m", "tools.experiment.evaluator", str(code)]
+    done = run_program(command, cwd=ROOT, input="\n".join(map(json.dumps, requests)))
+    answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or len(answers) != len(requests):
+        raise RunError(f"the evaluation fails: {last_error(done, code)}")
+    return answers
 
 
 def problem_of(loss: float | None, excess_loss: float | None, metric: str | None) -> str:
