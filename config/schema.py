@@ -361,11 +361,6 @@ class TrainConfig(Settings):
         assert self.name is not None
         return self.name
 
-    @property
-    def max_consecutive_skips(self) -> int:
-        """Number of consecutive updates that may be skipped: 0 unless on_nonfinite is skip."""
-        return self.max_skipped_in_a_row if self.on_nonfinite == "skip" else 0
-
     def problems(self, num_processes: int, has_model: bool = True) -> list[str]:
         """List settings that contradict each other, with their values and a remedy.
 

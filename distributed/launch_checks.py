@@ -64,7 +64,7 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
         if value.lower() not in supported:
             problems.append(f"{variable.lower().removeprefix('accelerate_')}: {value} is not supported; {remedy}")
-    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and not config.max_consecutive_skips:
+    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and config.on_nonfinite != "skip":
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
