@@ -1,7 +1,8 @@
 """metadata.json and the Arrow files of a corpus, and the checks that they are as data.prepare wrote them.
 
 metadata.json has the size and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest of
-itself. A start compares sizes; `python -m data.prepare --check DIR` reads the files and compares their hashes.
+itself. A start compares sizes, and a run that resumes also compares `stamp_files`. If that has changed, it reads the
+files and compares their hashes, as `python -m data.prepare --check DIR` does.
 """
 
 import json
@@ -74,6 +75,14 @@ def hash_validation_text(folders: list[Path]) -> str | None:
     """
     hashes = [read_metadata(folder)["validation"].get("text") for folder in folders]
     return None if None in hashes else "+".join(hashes)
+
+
+def stamp_files(folders: list[Path]) -> str:
+    """Hash the sizes and times of the files of corpora: equal as long as no file is written or replaced."""
+    files = [folder / file for folder in folders for file in read_metadata(folder)["files"]]
+    # A program can set the modification time, but not the time of the last change.
+    stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in map(Path.stat, files)]
+    return blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
 def open_columns(file: Path) -> list[list[pa.ListArray]]:

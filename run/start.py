@@ -101,6 +101,17 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
     start = choose_starting_point(run, config, facts)
 
+    # Compare the contents of corpora whose files have been written since the last session.
+    corpora = [Path(corpus).expanduser() for corpus in config.data.corpora if config.data.source == "text"]
+    if corpora:
+        from data.integrity import hash_validation_text, stamp_files, verify  # imports pyarrow
+
+        facts |= {"validation_text": hash_validation_text(corpora), "corpus_stamp": stamp_files(corpora)}
+        if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in run.sessions()[-1:]):
+            print("The corpus was modified since the last start of this run; comparing the contents of its files ...")
+            for corpus in corpora:
+                verify(corpus)
+
     # Remove the rows that this session will log again, and store its settings.
     run.checkpoints.mkdir(exist_ok=True)
     last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
@@ -112,17 +123,12 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
     # Facts about the network and the data. The tokenizer is copied, so that the model can be used without the corpus.
     network = build_on_meta_device(config.model)
     facts |= {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
-    if config.data.source == "text":
-        from data.integrity import hash_validation_text  # imports pyarrow, which other sources do not need
-
-        corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
-        facts["validation_text"] = hash_validation_text(corpora)
-        if not (run.path / "tokenizer").exists():
-            # The tokenizers of a mixture are equal, but one may lack a chat template.
-            tokenizers = [corpus / "tokenizer" for corpus in corpora]
-            with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
-            with folder_written_atomically(run.path / "tokenizer") as folder:
-                shutil.copytree((with_template or tokenizers)[0], folder)
+    if corpora and not (run.path / "tokenizer").exists():
+        # The tokenizers of a mixture are equal, but one may lack a chat template.
+        tokenizers = [corpus / "tokenizer" for corpus in corpora]
+        with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
+        with folder_written_atomically(run.path / "tokenizer") as folder:
+            shutil.copytree((with_template or tokenizers)[0], folder)
 
     # Append the row of this session, which names a file with the uncommitted changes of the code.
     patch_name = None

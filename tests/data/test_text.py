@@ -641,12 +641,29 @@ def test_resume_refuses_changed_corpus(folder, runs, tmp_path):
     done = train_text(folder, runs, *arguments, exit_code=2)
     assert f"{file.name}: its size has changed" in done.stderr and "[step" not in done.stdout
     assert content(run / "checkpoints") == saved
-    status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "failed" and file.name in status["reason"]
     shutil.rmtree(path)
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
     done = train_text(folder, runs, *arguments, exit_code=2)
     assert "data.hash" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_resume_compares_contents_of_modified_files(corpus, folder, runs):
+    """A file that was written since the last start, even with its old length and time, is read and compared."""
+    arguments = ["--data.path", corpus, "--global_batch_size", 4]
+    assert "modified" not in train_text(folder, runs, *arguments, "--stop_after", 1, exit_code=75).stdout
+    assert "modified" not in train_text(folder, runs, *arguments, "--stop_after", 2, exit_code=75).stdout
+    file = find_file(corpus)
+    copy = shutil.copyfile(file, corpus / "copy")
+    os.replace(copy, file)
+    done = train_text(folder, runs, *arguments, "--stop_after", 3, exit_code=75)
+    assert done.stdout.count("The corpus was modified since the last start of this run; comparing") == 1
+    before = content(runs / "run" / "checkpoints"), metrics(runs / "run")
+    flip(file, 100)
+    done = train_text(folder, runs, *arguments, exit_code=2)
+    assert f"train/{file.name}: it has another content than data.prepare wrote" in done.stderr
+    assert (content(runs / "run" / "checkpoints"), metrics(runs / "run")) == before
+    status = json.loads((runs / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and file.name in status["reason"]
 
 
 @pytest.mark.parametrize("name", ["a", "bpe"])
