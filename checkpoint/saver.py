@@ -206,4 +206,6 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
     manifest = read_manifest(path)
     storage.read(path, state.model, state.optimizer)
     state.results.skipped = Skipped(*manifest.skipped)
-    state_digest(state.network, state.optimizer).check_equal(manifest.metrics.get("state/digest"), path)
+    digest, saved = str(state_digest(state.network, state.optimizer)), manifest.metrics.get("state/digest")
+    if digest != saved:
+        raise RunError(f"{path}: the loaded state has the digest {digest}, but the manifest says {saved}")

@@ -201,6 +201,5 @@ def explain_failed_compilation(error: Exception) -> str:
 def own_line(error: BaseException) -> str:
     """Return the innermost line of this repository's code in the traceback of an error, with its file and number."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (frame for frame in frames if frame.filename.startswith(f"{ROOT}/") and "site-packages" not in frame.filename)
-    here = next(own)
-    return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"
+    frame = next(f for f in frames if f.filename.startswith(f"{ROOT}/") and "site-packages" not in f.filename)
+    return f"`{frame.line}` ({Path(frame.filename).name}, line {frame.lineno})"

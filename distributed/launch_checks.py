@@ -87,7 +87,7 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
         # torch restores a GPU's generator before it recomputes a block, but not MPS's: the gradients would be wrong.
         "activation_checkpointing: true with dropout": config.activation_checkpointing and config.model.dropout > 0,
     }
-    return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, found in unsupported.items() if found]
+    return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, is_set in unsupported.items() if is_set]
 
 
 def device_problems(environment: Mapping[str, str]) -> list[str]:
