@@ -52,7 +52,6 @@ class Job:
         return self.run.path.parent / "logs" / f"{self.run.path.name}.log"
 
     def is_finished(self) -> bool:
-        """Return whether all steps are completed."""
         return self.run.is_finished(self.steps)
 
     def status_since(self, start_time: float) -> Status:
@@ -148,7 +147,10 @@ class JobRunner:
 
             ended = 0
             for ended, job in enumerate(self.stream(missing, until_failure, progress), start=1):
-                bar.write(f"[run {ended} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
+                outcome = self.outcomes.setdefault(job, "finished")  # absent if another process trained it
+                loss = job.run.newest_metrics().get("val/loss")
+                result = f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
+                bar.write(f"[run {ended} / {len(missing)}] {result}", file=sys.stderr)
         return ended == len(missing)
 
     def stream(
@@ -185,11 +187,6 @@ class JobRunner:
         """Raise SystemExit after a signal."""
         if self.signal:
             raise_stopped()
-
-    def _describe(self, job: Job) -> str:
-        outcome = self.outcomes.setdefault(job, "finished")
-        loss = job.run.newest_metrics().get("val/loss")
-        return f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
 
     def _start_waiting(self, waiting: list[Job]) -> Iterator[Job]:
         """Start runs for which there is room; yield those that another process has finished."""
@@ -280,7 +277,6 @@ class JobRunner:
 
 
 def raise_stopped() -> NoReturn:
-    """Raise SystemExit because runs were stopped."""
     print("stopped by a signal; run the same command again to resume", file=sys.stderr)
     raise SystemExit(EXIT_STOPPED)
 

@@ -69,7 +69,6 @@ class Report:
         return lines
 
     def as_dict(self, outcome: Measurement | None = None) -> dict:
-        """Return laws, predictions and outcome for a JSON file."""
         return {
             "fits": {name: {**vars(fitted.law), "noise": fitted.noise} for name, fitted in self.fits.items()},
             "target": {"parameters": self.target.parameters, "tokens": self.target.tokens},
