@@ -123,7 +123,7 @@ def train(
     )
     flops_per_token = state.network.flops_per_token(config.seq_len)
     since = start.step, start.tokens
-    throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator), since)
+    throughput = Throughput(global_batches.sizes, config.seq_len, flops_per_token, peak_flops(accelerator), since)
     with (
         Reporter(config, run, start.step, accelerator) as reporter,
         Saver(run.checkpoints, config, accelerator, reporter.sync, run.record_progress) as saver,

@@ -36,7 +36,7 @@ from checks.model import (
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.loader import BatchLoader
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from distributed.collectives import broadcast_from_main
 from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
@@ -341,8 +341,7 @@ class Verification:
         assert size is not None, "the config is resolved"
         num_steps = 40
         num_samples = num_steps * size // 3 + 1  # between two and three epochs, which end within a batch
-        warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
-        order, ranks = GlobalBatches(num_samples, size, 0, *warmup), range(self.num_processes)
+        order, ranks = GlobalBatches(num_samples, BatchSizes.from_config(self.config), 0), range(self.num_processes)
         read = [i for step in range(num_steps) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
         epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
         return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"
