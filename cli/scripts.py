@@ -23,7 +23,7 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.output import failed_print, ignore_failed_prints, printable
+from cli.output import LossyStream, ignore_failed_prints, printable
 from config.errors import ConfigError, RunError, error_kind
 from config.parser import parse_config, parse_tool
 from distributed.signals import Preempted, ignore_stop_signals
@@ -94,7 +94,9 @@ def run_script(
     except BaseException as error:
         if exit_code := report(error, program):
             return exit_code
-    failure = failed_print()
+    # The script has succeeded, unless its result was lost.
+    sys.stdout.flush()
+    failure = sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None
     if failure is None or is_log:
         return 0
     print(f"{program}: error: the output cannot be written: {failure.strerror}", file=sys.stderr)

@@ -85,9 +85,6 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
         program: the name of the program in `--help`.
         args: the command line without the program; default: sys.argv[1:].
 
-    Returns:
-        An instance of `kind`.
-
     Raises:
         ConfigError: all wrong values together.
     """
