@@ -59,8 +59,6 @@ from training.state import GradientReducer, TrainState
 
 @dataclass
 class Trained:
-    """The result of a training."""
-
     rows: list[dict]
     """Rows of metrics.jsonl from step 1 on."""
     gradient: list[Tensor]
@@ -330,7 +328,6 @@ class Verification:
         return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
 
     def same_bits(self, expected: Trained, other: Trained) -> Result:
-        """Compare weights and moments bit by bit."""
         different = [name for name, tensor in expected.state.items() if not torch.equal(tensor, other.state[name])]
         figure = f"{len(different)} of {len(expected.state)} weights and moments differ after {self.config.steps} steps"
         return not different, f"{figure}; the first one is {different[0]}" if different else figure

@@ -381,7 +381,6 @@ class TrainConfig(Settings):
         ]
 
     def _path_problems(self) -> Iterator[str]:
-        """Check the name of the run and the paths."""
         name = self.name
         is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
         if not is_plain or name == "":

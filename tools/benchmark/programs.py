@@ -197,7 +197,6 @@ def nanogpt(
 
 
 def speed_settings(log_every: int) -> str:
-    """Return the settings of train.py for a training of which the speed is measured."""
     steps = log_every * (WARM_UP + INTERVALS + 1)
     never = "--checkpoint.every 1000000 --evaluation.every 0 --evaluation.num_scored_generations 0"
     return f"{never} --steps {steps} --tracking.log_every {log_every}"
@@ -211,7 +210,6 @@ def random_settings(shape: Shape, batch: int, log_every: int, settings: str) -> 
 def our_speed(
     options: Namespace, shape: Shape, batch: int, log_every: int, settings: str, env: Mapping[str, str] = {}
 ) -> Case:
-    """Return a case that trains train.py with `random_settings`."""
     return ours(options, random_settings(shape, batch, log_every, settings), env=env).train
 
 

@@ -44,7 +44,6 @@ MANY = 6  # from this number of rounds on, ranges are interquartile
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the processor, its cores, the memory and the GPU of this machine."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
     facts = {"cpu": fields.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
@@ -60,7 +59,6 @@ def cpu_seconds() -> float:
 
 
 def write_result(name: str, figures: Figures) -> None:
-    """Write the figures of a case with its command, and with the machine and versions."""
     others = TABLES.keys() - {name}  # cases that the same command measures
     words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:] if word not in others)
     record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}

@@ -78,8 +78,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed."""
-
     message: str
     killed: bool = False
     """Whether a signal from elsewhere ended a process of the run, as when memory runs out."""
@@ -184,7 +182,6 @@ class JobRunner:
             self._stop_all()
 
     def raise_if_stopped(self) -> None:
-        """Raise SystemExit after a signal."""
         if self.signal:
             raise_stopped()
 

@@ -66,8 +66,6 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class LadderRun:
-    """Width, budget, learning rate and seed of one run."""
-
     width: int
     steps: int
     lr: float
@@ -106,7 +104,6 @@ class LadderRun:
         return Job(Run(out_dir / name), self.steps, command)
 
     def measurement(self, run: Run) -> Measurement:
-        """Read the result of its finished run."""
         last = run.newest_metrics()
         of_facts = [value for name, value in last.items() if name.startswith("val/excess_loss/facts_")]
         answers = math.nan if None in of_facts else math.fsum(of_facts)
