@@ -9,12 +9,9 @@ PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadsc
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 # The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
-# The cases that docs/performance.md shows. `curve`, which needs a corpus, is measured alone.
-BENCHMARKS = throughput time_to_loss overhead memory exactness checkpoint_stall startup generation
-GPU_BENCHMARKS = cuda_graph gpu
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
-.PHONY: help env test-env train verify law record trial test test-all test-core test-repo test-gpu bench lint clean
+.PHONY: help env test-env train verify test test-all test-core test-gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,15 +31,6 @@ verify: WITHOUT_LAUNCHER = '/^W[0-9]+ .*torch\/distributed\/elastic/ { next } /^
 verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
 	@{ $(LAUNCH) verify.py $(ARGS) 2>&1 >&3 | awk $(WITHOUT_LAUNCHER) >&2; } 3>&1
 
-law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
-	.venv/bin/python -m tools.scale --law $(ARGS)
-
-record: env ## train a record of docs/track.md again and compare its bits: make record NAME=stories
-	.venv/bin/python -m tools.record $(NAME) $(ARGS)
-
-trial: env ## kill, resume and verify a fork; with its settings: make trial ARGS="--model.mlp relu2"
-	.venv/bin/python -m tools.trial $(ARGS)
-
 test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
@@ -52,17 +40,11 @@ test-all: test-env ## run the slow tests too
 test-core: test-env ## run the quick tests without those of tools/, examples/ and this repository's rules
 	$(PYTEST) -m "not slow" --ignore tests/tools --ignore tests/repo --ignore tests/test_examples.py $(ARGS)
 
-test-repo: test-env ## run the tests of this repository's rules, pages and patches alone
-	$(PYTEST) -m "not slow" tests/repo $(ARGS)
-
 test-gpu: export PYTHONPATH := $(abspath runs/wheels):$(PYTHONPATH)
 test-gpu: ## on a machine with a GPU: run the tests marked cuda, then measure; ARGS="--nanogpt PATH"
 	@for wheel in $(wildcard wheels/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel runs/wheels; done
 	$(GPU_PYTHON) -m pytest -m cuda -rfE $(shell grep -rl mark.cuda tests --include 'test_*.py')
-	$(GPU_PYTHON) -m tools.benchmark $(GPU_BENCHMARKS) $(ARGS)
-
-bench: test-env ## measure speed and memory, in an hour; with nanoGPT: make bench ARGS="--nanogpt PATH --text FILE"
-	@.venv/bin/python -m tools.benchmark $(BENCHMARKS) $(ARGS)
+	$(MEASURE_GPU)
 
 lint: test-env ## check style and types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
@@ -70,6 +52,8 @@ lint: test-env ## check style and types
 clean: ## remove the environment and caches, never runs/
 	rm -rf .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path "./runs/*" -prune -exec rm -rf {} +
+
+-include tools/targets.mk
 
 # Install what .venv lacks of a requirements file, and build .venv if there is none. A linked .venv belongs to another checkout.
 define install

@@ -20,7 +20,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.manifest import Manifest
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.schema import DataConfig, TrainConfig
@@ -44,13 +43,19 @@ def main(config: EvaluateConfig) -> None:
 
     Raise ConfigError if the model or the corpus does not exist, they do not match, or the metrics cannot be saved.
     """
+    # The model, and the corpus on which to evaluate it.
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
     if source and config.data is None:
-        check_data(*source)
+        directory, manifest = source
+        unknown = [line for key, line in unknown_settings(manifest.config).items() if key.startswith("data.")]
+        if unknown:  # without them, the data might be others than in training
+            raise ConfigError(f"{directory}: {'; '.join(unknown)}; {USE_ITS_CODE}, or name a corpus with --data")
     settings = evaluation_settings(config, loaded)
     corpus = load_corpus(settings)
     settings = corpus.fill_in(settings)
     check_tokenizer(config.run, loaded.tokenizer, loaded.model.config.vocab_size, corpus)
+
+    # Its metrics.
     accelerator = start_accelerator(settings)
     model = loaded.model.to(accelerator.device)
     if accelerator.device.type == "cpu":
@@ -60,25 +65,22 @@ def main(config: EvaluateConfig) -> None:
     with accelerator.autocast():
         metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
     losses_by_position = [metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")]
+
+    # Print them, and save them with the loss at each position.
     if accelerator.is_main_process:
         assert corpus.validation is not None, "it has been evaluated"
         metrics: dict[str, Any] = metrics | {"run": config.run} | ({"step": source[1].step} if source else {})
         metrics |= {"data": identify_data(settings.data), "windows": len(corpus.validation)}
         metrics |= {"seq_len": settings.seq_len} | ({"targets": "answers"} if corpus.has_conversations else {})
         print(json.dumps(finite_or_null(metrics), indent=1))
+        result = metrics | {"loss_by_position": [loss if math.isfinite(loss) else None for loss in losses_by_position]}
         directory = output_directory(config)
         try:
-            save(directory, metrics, losses_by_position)
+            directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(directory / "evaluation.json", json.dumps(finite_or_null(result), indent=1))
         except OSError as error:
             raise ConfigError(f"out: {str(directory)!r} cannot be written: {error}; name another one") from None
     accelerator.wait_for_everyone()
-
-
-def check_data(directory: Path, manifest: Manifest) -> None:
-    """Raise ConfigError if the data of the run depend on a setting that this code does not have."""
-    unknown = unknown_settings(manifest.config)
-    if lines := [line for key, line in unknown.items() if key.startswith("data.")]:
-        raise ConfigError(f"{directory}: {'; '.join(lines)}; {USE_ITS_CODE}, or name a corpus with --data")
 
 
 def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:
@@ -123,8 +125,8 @@ def with_positions(corpus: Corpus) -> Corpus:
         targets = batch["labels"][:, 1:]
         losses = F.cross_entropy(logits_BTV[:, :-1].float().transpose(1, 2), targets, reduction="none")  # 0 for -100
         pairs = zip(losses.cpu().double().sum(0).tolist(), (targets != -100).sum(0).tolist(), strict=True)
-        own = corpus.score_logits(logits_BTV, batch) if corpus.score_logits else {}
-        return own | {f"position/{position}": pair for position, pair in enumerate(pairs)}
+        scores = corpus.score_logits(logits_BTV, batch) if corpus.score_logits else {}
+        return scores | {f"position/{position}": pair for position, pair in enumerate(pairs)}
 
     return replace(corpus, score_logits=score)
 
@@ -142,12 +144,3 @@ def output_directory(config: EvaluateConfig) -> Path:
     if (folder / "manifest.json").exists() and folder.parent.name == "checkpoints":
         return folder.parent.parent
     return folder.with_name(f"{folder.name}.evaluation")  # not inside: the folder may be published
-
-
-def save(directory: Path, metrics: dict[str, Any], losses: list[float]) -> None:
-    """Save evaluation.json."""
-    directory.mkdir(parents=True, exist_ok=True)
-    by_position = [loss if math.isfinite(loss) else None for loss in losses]
-    write_atomically(
-        directory / "evaluation.json", json.dumps(finite_or_null(metrics) | {"loss_by_position": by_position}, indent=1)
-    )

@@ -51,7 +51,7 @@ from training.cuda_graph import GraphedMicroBatch
 from training.ema import ema_weights
 from training.evaluation import check_finite_val_loss, evaluate
 from training.generations import sample_texts
-from training.gradients import backward, complete_gradients, first_backward, loss_scale, trainable_parameters
+from training.gradients import backward, fill_missing_gradients, first_backward, loss_scale, trainable_parameters
 from training.optimizer import apply_schedules, build_optimizer, learning_rates
 from training.prepare_model import add_teacher, prepare_network
 from training.profiler import step_profiler
@@ -123,7 +123,7 @@ def train(
     )
     flops_per_token = state.network.flops_per_token(config.seq_len)
     since = start.step, start.tokens
-    throughput = Throughput(global_batches, config.seq_len, flops_per_token, peak_flops(accelerator), since)
+    throughput = Throughput(global_batches.sizes, config.seq_len, flops_per_token, peak_flops(accelerator), since)
     with (
         Reporter(config, run, start.step, accelerator) as reporter,
         Saver(run.checkpoints, config, accelerator, reporter.sync, run.record_progress) as saver,
@@ -169,7 +169,7 @@ def train(
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= block_statistics.metrics | throughput.measure(completed)
-                if config.max_consecutive_skips:
+                if config.on_nonfinite == "skip":
                     metrics["train/skipped"] = state.results.skipped.total
             if eval_now or completed == config.steps:  # texts also at the end of a run without evaluations
                 with ema_weights(state.optimizer):
@@ -224,16 +224,16 @@ def train_step(
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
             state.reducer.add_micro_batch(len(micro_batches))
-    results.send(step + 1, outputs, stop)  # its all-reduce overlaps the clipping
-    gradients = complete_gradients(state.parameters)
+    results.start_all_reduce(step + 1, outputs, num_targets, stop)  # overlaps the clipping
+    gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
     # grad_clip may be scheduled (training/schedule.py); None disables clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
-    results.finish(num_targets, grad_norm)
+    results.add_grad_norm(grad_norm)
     # If updates may be skipped, the host must read the result of this step now to decide.
-    result = results.read(wait=True) if results.max_consecutive_skips else None
+    result = results.read(wait=True) if config.on_nonfinite == "skip" else None
     if result is None or result.finite:
         state.optimizer.step()
     state.optimizer.zero_grad()
@@ -297,7 +297,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     else:
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
-    results = Results(rank, num_processes, device, config.max_consecutive_skips, run.path)
+    max_skipped_in_a_row = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
+    results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
     if config.cuda_graph:
         state.graph = GraphedMicroBatch(partial(forward_backward, state), state.parameters)

@@ -151,7 +151,7 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     which were found damaged when the run resumed, and those without a valid manifest. If the checkpoint of `step`
     cannot be read back, raise InvalidCheckpoint and delete nothing.
     """
-    manifests = {path: found for path, found in readable_checkpoints(checkpoints).items() if found.step <= step}
+    manifests = {path: m for path, m in readable_checkpoints(checkpoints).items() if m.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}
     if config.keep_every:
         kept |= {path for path, manifest in manifests.items() if manifest.step % config.keep_every == 0}

@@ -12,9 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from checkpoint.identity import ROOT, code_hash
-from config.schema import TrainConfig
 from distributed.launch import num_shards, uses_cpu
-from model.gpt import build_on_meta_device
 
 
 @cache  # the code of this process, even if its files are edited later; git is slow on a network disk
@@ -43,12 +41,6 @@ def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
         "shards": num_shards(accelerator),
         "threads": torch.get_num_threads() if accelerator.device.type == "cpu" else None,
     }
-
-
-def network_size(config: TrainConfig) -> dict[str, int]:
-    """Return `parameters` and training `flops_per_token` of the network that a resolved config describes."""
-    network = build_on_meta_device(config.model)
-    return {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
 
 
 def uncommitted_changes(root: Path = ROOT) -> str | None:

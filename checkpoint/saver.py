@@ -180,19 +180,19 @@ class Saver(AbstractContextManager):
         except (OSError, InvalidCheckpoint) as problem:
             text = problem.strerror if isinstance(problem, OSError) and not problem.filename else None
             error = text or str(problem), error_kind(problem)
-        if errors := [found for found in self._gather(error) if found is not None]:
+        if errors := [error for error in self._gather(error) if error is not None]:
             remedy = "Older checkpoints are untouched; free the disk or choose another out_dir, and start again"
             if not (self.checkpoints.parent / "config.yaml").exists():
                 remedy = "The directory of the run is gone"
             message, kind = errors[0]
             raise SaveError(f"cannot write the checkpoint {final}: {message}. {remedy}", kind)
 
-    def _gather(self, own: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         if self.group is None:
-            return [own]
+            return [value]
         gathered = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(gathered, own, group=self.group)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
 
@@ -206,4 +206,6 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
     manifest = read_manifest(path)
     storage.read(path, state.model, state.optimizer)
     state.results.skipped = Skipped(*manifest.skipped)
-    state_digest(state.network, state.optimizer).check_equal(manifest.metrics.get("state/digest"), path)
+    digest, saved = str(state_digest(state.network, state.optimizer)), manifest.metrics.get("state/digest")
+    if digest != saved:
+        raise RunError(f"{path}: the loaded state has the digest {digest}, but the manifest says {saved}")

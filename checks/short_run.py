@@ -21,8 +21,8 @@ def parse_short_run(args: list[str]) -> TrainConfig:
     """
     parser = ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--verify_steps", default="6")
-    own, args = parser.parse_known_args(args)
-    args = [*args, *SHORT.split(), "--steps", own.verify_steps]
+    options, args = parser.parse_known_args(args)
+    args = [*args, *SHORT.split(), "--steps", options.verify_steps]
     purpose = "Checks the guarantees of train.py on a few steps of this model, 6 or --verify_steps N."
     config = parse_config(args, program="verify.py", purpose=purpose)
     sizes = config.global_batch_size, config.schedule.batch_warmup_from

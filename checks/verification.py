@@ -36,7 +36,7 @@ from checks.model import (
 from config.errors import ConfigError, RunError
 from config.schema import TrainConfig
 from data.loader import BatchLoader
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from distributed.collectives import broadcast_from_main
 from distributed.cpu import use_portable_arithmetic
 from distributed.launch import num_shards, start_accelerator
@@ -59,8 +59,6 @@ from training.state import GradientReducer, TrainState
 
 @dataclass
 class Trained:
-    """The result of a training."""
-
     rows: list[dict]
     """Rows of metrics.jsonl from step 1 on."""
     gradient: list[Tensor]
@@ -71,18 +69,17 @@ class Trained:
     """Values that no checkpoint contains, after the last step; see `unsaved_attributes`."""
 
 
-def copy_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the gradients of all parameters that the optimizer updates, in the order of its groups."""
-    return [full_tensor(weight.grad).clone() for group in optimizer.param_groups for weight in group["params"]]
-
-
 @contextlib.contextmanager
 def record_first_gradients() -> Iterator[list[Tensor]]:
-    """Yield a list that receives the gradients of the first update of any optimizer."""
+    """Yield a list that receives the gradients of the first update of any optimizer, in the order of its groups."""
     gradient: list[Tensor] = []
-    hook = register_optimizer_step_pre_hook(
-        lambda optimizer, *_: None if gradient else gradient.extend(copy_gradients(optimizer))
-    )
+
+    def record(optimizer: torch.optim.Optimizer, *_) -> None:
+        if not gradient:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            gradient.extend(full_tensor(weight.grad).clone() for weight in weights)
+
+    hook = register_optimizer_step_pre_hook(record)
     try:
         yield gradient
     finally:
@@ -127,7 +124,6 @@ class Autocast(nn.Module):
         self.network, self.accelerator = network, accelerator
 
     def forward(self, **inputs: Tensor) -> Output:
-        """Return the outputs of the network."""
         with self.accelerator.autocast():
             return self.network(**inputs)
 
@@ -295,7 +291,7 @@ class Verification:
             by_hand = self.train_without_ddp(reducer, self.rank, self.num_processes)
         else:
             by_hand = self.train_without_ddp()
-        difference = [one - other for one, other in zip(ours.gradient, by_hand.gradient, strict=True)]
+        difference = [tensor - expected for tensor, expected in zip(ours.gradient, by_hand.gradient, strict=True)]
         gradient = total_norm(difference) / max(total_norm(by_hand.gradient), 1e-12)
         pairs = zip(ours.rows, by_hand.rows, strict=True)
         logged, worst = max((relative_error(row[name], hand[name]), name) for row, hand in pairs for name in hand)
@@ -317,8 +313,8 @@ class Verification:
                 f"optimizer or the data; attributes with another value after the resume: {', '.join(lost) or 'none'}"
             )
         different = set()
-        for one, other in zip(uninterrupted.rows, resumed.rows, strict=True):
-            different |= {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+        for row, again in zip(uninterrupted.rows, resumed.rows, strict=True):
+            different |= {name for name in row.keys() | again.keys() if row.get(name) != again.get(name)}
         different = sorted(name for name in different if not name.startswith("perf/"))
         if holds and different:
             return False, f"{figure}, but logged metrics differ: {', '.join(different)}"
@@ -331,10 +327,9 @@ class Verification:
         exact = self.train("exact", exact=True)  # first: it sets the number of threads, which changes bits
         return self.same_bits(self.train_without_ddp(lambda parameters: TreeSum(parameters, 0, 1)), exact)
 
-    def same_bits(self, one: Trained, other: Trained) -> Result:
-        """Compare weights and moments bit by bit."""
-        different = [name for name, tensor in one.state.items() if not torch.equal(tensor, other.state[name])]
-        figure = f"{len(different)} of {len(one.state)} weights and moments differ after {self.config.steps} steps"
+    def same_bits(self, expected: Trained, other: Trained) -> Result:
+        different = [name for name, tensor in expected.state.items() if not torch.equal(tensor, other.state[name])]
+        figure = f"{len(different)} of {len(expected.state)} weights and moments differ after {self.config.steps} steps"
         return not different, f"{figure}; the first one is {different[0]}" if different else figure
 
     def order_is_a_permutation(self) -> Result:
@@ -343,8 +338,7 @@ class Verification:
         assert size is not None, "the config is resolved"
         num_steps = 40
         num_samples = num_steps * size // 3 + 1  # between two and three epochs, which end within a batch
-        warmup = self.config.schedule.batch_warmup_from, self.config.schedule.batch_warmup_steps
-        order, ranks = GlobalBatches(num_samples, size, 0, *warmup), range(self.num_processes)
+        order, ranks = GlobalBatches(num_samples, BatchSizes.from_config(self.config), 0), range(self.num_processes)
         read = [i for step in range(num_steps) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
         epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
         return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"

@@ -77,9 +77,3 @@ def ignore_failed_prints() -> None:
     """Replace stdout and stderr so that no `print` raises an error from here on."""
     if not isinstance(sys.stdout, LossyStream):
         sys.stdout, sys.stderr = (cast(TextIO, LossyStream(stream)) for stream in (sys.stdout, sys.stderr))
-
-
-def failed_print() -> OSError | None:
-    """Return the error that lost output to stdout; None if all of it was written."""
-    sys.stdout.flush()
-    return sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None

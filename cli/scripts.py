@@ -23,7 +23,7 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.output import failed_print, ignore_failed_prints, printable
+from cli.output import LossyStream, ignore_failed_prints, printable
 from config.errors import ConfigError, RunError, error_kind
 from config.parser import parse_config, parse_tool
 from distributed.signals import Preempted, ignore_stop_signals
@@ -94,7 +94,9 @@ def run_script(
     except BaseException as error:
         if exit_code := report(error, program):
             return exit_code
-    failure = failed_print()
+    # The script has succeeded, unless its result was lost.
+    sys.stdout.flush()
+    failure = sys.stdout.failure if isinstance(sys.stdout, LossyStream) else None
     if failure is None or is_log:
         return 0
     print(f"{program}: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
@@ -201,6 +203,5 @@ def explain_failed_compilation(error: Exception) -> str:
 def own_line(error: BaseException) -> str:
     """Return the innermost line of this repository's code in the traceback of an error, with its file and number."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (frame for frame in frames if frame.filename.startswith(f"{ROOT}/") and "site-packages" not in frame.filename)
-    here = next(own)
-    return f"`{here.line}` ({Path(here.filename).name}, line {here.lineno})"
+    frame = next(f for f in frames if f.filename.startswith(f"{ROOT}/") and "site-packages" not in f.filename)
+    return f"`{frame.line}` ({Path(frame.filename).name}, line {frame.lineno})"

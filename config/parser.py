@@ -85,9 +85,6 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
         program: the name of the program in `--help`.
         args: the command line without the program; default: sys.argv[1:].
 
-    Returns:
-        An instance of `kind`.
-
     Raises:
         ConfigError: all wrong values together.
     """
@@ -192,9 +189,9 @@ class _Given:
         return settings
 
     def _set(self, settings: dict[str, Any], source: str = "") -> None:
-        found = set()
+        seen = set()
         for name, value in self._flatten(settings):
-            if name in found:
+            if name in seen:
                 self.report(name, f"{source}{name} is set twice")
             elif name not in self.fields:
                 in_section = [other for other in self.fields if other.endswith(f".{name}")]
@@ -205,7 +202,7 @@ class _Given:
                 self.report(name, f"{source}{name}: {show(value)} is not a section; leave it out for its defaults")
             else:
                 self.values[name], self.sources[name] = value, source
-            found.add(name)
+            seen.add(name)
 
     def _flatten(self, settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Yield settings by dotted name; `optimizer.lr` may also be a key of its own."""

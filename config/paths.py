@@ -13,7 +13,7 @@ def expand_user_path(setting: str, path: str | Path) -> Path:
     Raise ConfigError, which names `setting`, if there is no such user, or the path has an environment variable, such as
     $HOME or ${HOME}. Other names may have a dollar sign.
     """
-    expanded = re.sub(r"\$(?:{([A-Z]\w*)}|([A-Z]\w*))", lambda found: os.path.expandvars(found[0]), str(path))
+    expanded = re.sub(r"\$(?:{([A-Z]\w*)}|([A-Z]\w*))", lambda match: os.path.expandvars(match[0]), str(path))
     if expanded != str(path):
         raise ConfigError(f"{setting}: {str(path)!r} has a variable that only a shell expands; write {expanded!r}")
     try:

@@ -361,11 +361,6 @@ class TrainConfig(Settings):
         assert self.name is not None
         return self.name
 
-    @property
-    def max_consecutive_skips(self) -> int:
-        """Number of consecutive updates that may be skipped: 0 unless on_nonfinite is skip."""
-        return self.max_skipped_in_a_row if self.on_nonfinite == "skip" else 0
-
     def problems(self, num_processes: int, has_model: bool = True) -> list[str]:
         """List settings that contradict each other, with their values and a remedy.
 
@@ -386,7 +381,6 @@ class TrainConfig(Settings):
         ]
 
     def _path_problems(self) -> Iterator[str]:
-        """Check the name of the run and the paths."""
         name = self.name
         is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
         if not is_plain or name == "":
@@ -412,36 +406,34 @@ class TrainConfig(Settings):
             yield "model.vocab_size: null means the tokenizer's, but data.source: random has no tokenizer; set a number"
 
     def _batch_and_exact_problems(self, num_processes: int) -> Iterator[str]:
+        # Batches that the processes cannot split.
+        sequences_at_once = self.micro_batch_size * num_processes
         sizes = {
             "global_batch_size": self.global_batch_size,
             "schedule.batch_warmup_from": self.schedule.batch_warmup_from,
         }
         for name, size in sizes.items():
-            if size is not None and size % (self.micro_batch_size * num_processes):
-                yield self._indivisible_batch_message(name, size, num_processes)
+            if size is not None and size % sequences_at_once:
+                message = (
+                    f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
+                    f"{num_processes} = {sequences_at_once}; the nearest that work: {_nearest(size, sequences_at_once)}"
+                )
+                micro_batches, rest = divmod(size, self.micro_batch_size)
+                if not rest:  # another number of processes can split it
+                    counts = [str(n) for n in range(1, min(micro_batches, 1024) + 1) if micro_batches % n == 0]
+                    message += f"; numbers of processes that can split it: {', '.join(counts)}"
+                yield message
+
+        # What `exact` needs.
         if self.exact and num_processes & (num_processes - 1):
             yield f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
         if self.exact and self.global_batch_size is None:
-            size = self.micro_batch_size * num_processes
             yield (
-                f"global_batch_size: null is {size} here, but depends on the number of processes; with exact: true "
-                f"set it, such as to {size}"
+                f"global_batch_size: null is {sequences_at_once} here, but depends on the number of processes; with "
+                f"exact: true set it, such as to {sequences_at_once}"
             )
         if self.exact and self.tf32:
             yield "exact: true multiplies in full float32; set tf32 to false"
-
-    def _indivisible_batch_message(self, name: str, size: int, num_processes: int) -> str:
-        """Return the message for a batch that the processes cannot split, with the nearest sizes that work."""
-        sequences_at_once = self.micro_batch_size * num_processes
-        message = (
-            f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
-            f"{num_processes} = {sequences_at_once}; the nearest that work: {_nearest(size, sequences_at_once)}"
-        )
-        micro_batches, rest = divmod(size, self.micro_batch_size)
-        if rest:
-            return message
-        counts = [str(count) for count in range(1, min(micro_batches, 1024) + 1) if micro_batches % count == 0]
-        return f"{message}; numbers of processes that can split it: {', '.join(counts)}"
 
     def _schedule_problems(self) -> Iterator[str]:
         schedule = self.schedule

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from config.errors import ConfigError
 from config.schema import TrainConfig
-from data.sampler import GlobalBatches, MixedBatches, apportion, mix_quotas
+from data.sampler import BatchSizes, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
@@ -17,10 +17,9 @@ from model.loss import MetricSums
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset of samples {"input_ids": int64 [T], "labels": int64 [T]}.
+    """A map-style dataset. Each sample is one sequence of T tokens: {"input_ids": int64 [T], "labels": int64 [T]}.
 
-    A sample is one sequence of T tokens; it is called a sample where its index in the dataset matters.
-    With packing "isolated" it also has "position_ids", int64 [T], which restart at each document.
+    With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document.
     """
 
     def __len__(self) -> int: ...
@@ -35,8 +34,9 @@ class Corpus:
     train: SampleDataset
     validation: SampleDataset | None
     """None for source text without evaluations. The dataset may have the attributes `entropy_nats` (the lowest expected
-    loss of any model, in nats summed over all targets), `num_bytes` (size of their text, for bits per byte) and
-    `num_targets`: if other tokens are targets, the former two are not used."""
+    loss of any model, in nats summed over all targets), `num_bytes` (size of the text of the targets, for bits per
+    byte) and `num_targets` (number of the targets, to which both refer: if an evaluation counts another number,
+    because the labels were changed, it ignores both)."""
     tokenizer: Tokenizer | None
     """None for random tokens."""
     vocab_size: int
@@ -45,17 +45,17 @@ class Corpus:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as {"data.hash": ...}."""
     file_sizes: list[int] = field(default_factory=list)
-    """Bytes of each file; [] for generated data."""
+    """Bytes of each file, printed at the start of a run; [] for generated data."""
     score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
-    """(logits [B, T, V], batch) -> further validation metrics, logged as val/NAME. The logits at position t predict
+    """(logits [B, T, V], batch) -> more validation metrics, logged as val/NAME. The logits at position t predict
     label t + 1."""
     score_model: Callable[[Any, dict[str, Tensor]], MetricSums] | None = None
-    """(model, batch) -> further validation metrics, logged as val/NAME, such as the answers that are right if the model
-    generates them. The model is the bare GPTModel in eval mode, not sharded; its results must not depend on chance."""
+    """(model, batch) -> more validation metrics, logged as val/NAME, such as the exact match of generated answers. The
+    model is the bare GPTModel in eval mode, not sharded. The metrics must be deterministic: sample nothing."""
     end_of_text: int | None = None
     """Id of the token that separates texts, from which generation starts; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None
-    """Generated text -> a remark that is logged with it: whether it is valid, and its log-probability."""
+    """Generated text -> a remark that is logged with the text, such as whether it is valid, and its log-probability."""
     has_conversations: bool = False
     """Whether the targets are the answers of conversations."""
     packing_note: str = ""
@@ -69,13 +69,11 @@ class Corpus:
 
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
         """Return the sample indices of every global batch of a run."""
-        schedule = config.schedule
-        assert config.global_batch_size is not None, "the config is resolved"
-        arguments = config.global_batch_size, config.seed, schedule.batch_warmup_from, schedule.batch_warmup_steps
+        sizes = BatchSizes.from_config(config)
         if self.quotas is None:
-            return GlobalBatches(len(self.train), *arguments)
-        components = cast(Any, self.train).datasets  # a mixture is a MixedDataset
-        return MixedBatches([len(component) for component in components], self.quotas, *arguments)
+            return GlobalBatches(len(self.train), sizes, config.seed)
+        datasets = cast(Any, self.train).datasets  # a mixture is a MixedDataset
+        return MixedBatches([len(dataset) for dataset in datasets], self.quotas, sizes, config.seed)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:

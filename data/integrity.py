@@ -1,7 +1,8 @@
 """metadata.json and the Arrow files of a corpus, and the checks that they are as data.prepare wrote them.
 
 metadata.json has the size and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest of
-itself. A start compares sizes; `python -m data.prepare --check DIR` reads the files and compares their hashes.
+itself. A start compares sizes, and a run that resumes also compares `stamp_files`. If that has changed, it reads the
+files and compares their hashes, as `python -m data.prepare --check DIR` does.
 """
 
 import json
@@ -40,31 +41,30 @@ def read_metadata(folder: Path) -> dict:
         metadata = parse_object((folder / "metadata.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"data: '{folder}' is not a corpus that data.prepare has completed: {error}") from None
+
+    # Its content: file names, counts, and the digest over all of it.
     try:
-        _check(metadata)
+        files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
+        if names := [name for name in files if not re.fullmatch(r"(train|validation)/[\w-]+\.arrow", name)]:
+            raise ValueError(f"{names[0]!r} is not the name of a corpus file")
+        counts += [entry["bytes"] for entry in files.values()]
+        if wrong := [count for count in counts if type(count) is not int or count < 0]:
+            raise ValueError(f"{wrong[0]!r} is not a count")
+        whole = content_hash(metadata["tokenizer"]["hash"], {name: entry["sha256"] for name, entry in files.items()})
+        if (metadata["hash"], metadata.get("digest")) != (whole, metadata_digest(metadata)):
+            raise ValueError("it does not match its own digest")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{folder / 'metadata.json'} is damaged: {type(error).__name__}: {error}"
         raise ConfigError(f"data: {problem}; {REMEDY}") from None
-    for file, entry in metadata["files"].items():
+
+    # The lengths of the files. Reading their content would take minutes; `verify` does.
+    for file, entry in files.items():
         try:
             if (folder / file).stat().st_size != entry["bytes"]:
                 raise OSError(None, "its size has changed")
         except OSError as error:
             raise ConfigError(f"data: '{folder}' is damaged: {file}: {error.strerror}; {REMEDY}") from None
     return metadata
-
-
-def _check(metadata: dict) -> None:
-    """Raise an exception of any kind if the metadata are not as data.prepare wrote them."""
-    files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
-    if names := [name for name in files if not re.fullmatch(r"(train|validation)/[\w-]+\.arrow", name)]:
-        raise ValueError(f"{names[0]!r} is not the name of a corpus file")
-    counts += [entry["bytes"] for entry in files.values()]
-    if wrong := [count for count in counts if type(count) is not int or count < 0]:
-        raise ValueError(f"{wrong[0]!r} is not a count")
-    whole = content_hash(metadata["tokenizer"]["hash"], {name: entry["sha256"] for name, entry in files.items()})
-    if (metadata["hash"], metadata.get("digest")) != (whole, metadata_digest(metadata)):
-        raise ValueError("it does not match its own digest")
 
 
 def hash_validation_text(folders: list[Path]) -> str | None:
@@ -74,6 +74,14 @@ def hash_validation_text(folders: list[Path]) -> str | None:
     """
     hashes = [read_metadata(folder)["validation"].get("text") for folder in folders]
     return None if None in hashes else "+".join(hashes)
+
+
+def stamp_files(folders: list[Path]) -> str:
+    """Hash the sizes and times of the files of corpora: equal as long as no file is written or replaced."""
+    files = [folder / file for folder in folders for file in read_metadata(folder)["files"]]
+    # A program can set the modification time, but not the time of the last change.
+    stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in map(Path.stat, files)]
+    return blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
 def open_columns(file: Path) -> list[list[pa.ListArray]]:

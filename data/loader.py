@@ -15,16 +15,24 @@ from data.sampler import GlobalBatches
 from distributed.signals import ignore_stop_signals
 
 Batch = dict[str, Tensor]
-"""Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`."""
+"""Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`.
 
-SAMPLES_AT_ONCE = 64  # by each process
+All sequences have T tokens. A dataset of shorter texts, such as the stories, pads them, and its labels there are -100:
+padding costs time, but it is no target of the loss."""
+
+SAMPLES_AT_ONCE = 64  # that a process loads together, if it has no workers
 MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
 
 class BatchLoader:
     """Loads the local micro-batches of each step.
 
-    Each process loads its own slice of each global batch; do not let Accelerate shard it again.
+    Without workers, training waits while the process loads a batch. On a Zen 3 with two cores that took 0.5 ms of a
+    step of 49 ms for 16 stories, and with workers the whole step took 3% longer (benchmarks/LOG.md, 2026-11-22).
+    Workers pay off only if samples are slow to load.
+
+    The loader has no state: a batch depends only on its step. Each process loads its own slice of each global batch; do
+    not let Accelerate shard it again.
 
     Args:
         dataset: Map-style training set; see `load_batch`.
@@ -32,6 +40,7 @@ class BatchLoader:
         micro_batch_size: Sequences in a micro-batch.
         device: Where the batches are put; copies to a CUDA device are asynchronous, from pinned memory.
         rank: Index of this process among `num_processes`.
+        num_processes: Number of processes that share a global batch.
         num_workers: Worker processes that load ahead; with 0 this process loads the batches itself.
         timeout_seconds: Longest wait for a batch from a worker.
     """
@@ -58,8 +67,8 @@ class BatchLoader:
             RunError: the workers cannot be started.
             RuntimeError: from torch, if a worker dies or a batch takes longer than `timeout_seconds`.
         """
-        steps = range(start, stop)
-        for batch in self._load_with_workers(steps) if self.num_workers else self._load_here(steps):
+        load = self._load_with_workers if self.num_workers else self._load_here
+        for batch in load(range(start, stop)):
             yield self._to_micro_batches(batch)
 
     def load(self, step: int) -> list[Batch]:
@@ -75,15 +84,16 @@ class BatchLoader:
         return split_micro_batches(on_device, self.micro_batch_size)
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
-        # Several steps at once, because each training step evicts the dataset's code and tables from the CPU's caches.
-        samples_per_step = self.dataset.global_batches.global_batch_size // self.dataset.num_processes
+        # Load the batches of several steps at once, because each training step evicts the code and the tables of the
+        # dataset from the CPU's caches.
+        samples_per_step = self.dataset.global_batches.sizes.global_batch_size // self.dataset.num_processes
         num_steps = max(1, SAMPLES_AT_ONCE // samples_per_step)
         for first in range(0, len(steps), num_steps):
             yield from [self.dataset[step] for step in steps[first : first + num_steps]]
 
     def _load_with_workers(self, steps: range) -> Iterator[Batch]:
-        # Workers send NumPy arrays through a pipe. Tensors would need shared memory, which is small in many containers,
-        # and sockets in TMPDIR, whose path may be too long.
+        # Workers send NumPy arrays through a pipe, which copies them. Tensors would be sent without a copy, but need
+        # shared memory, which is small in many containers, and sockets in TMPDIR, whose path may be too long.
         loader = DataLoader(
             self.dataset,
             batch_size=None,
@@ -93,19 +103,24 @@ class BatchLoader:
             worker_init_fn=_start_worker,
             timeout=min(self.timeout_seconds, MAX_TIMEOUT_SECONDS),
         )
-        others = active_children()
+
+        # Start the workers. DataLoader keeps its processes private, so compare the child processes before and after.
+        children_before = active_children()
         try:
             batches = iter(loader)
         except OSError as error:  # no room in /dev/shm for the semaphores of the queues
             remedy = "enlarge /dev/shm; 0 needs no workers"
             raise RunError(f"data.num_workers: {self.num_workers} workers cannot start: {error}; {remedy}") from None
-        workers = set(active_children()).difference(others)
+        workers = set(active_children()).difference(children_before)
+
         try:
             for arrays in batches:
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for these deaths
-            for process in workers:  # at exit Python joins its child processes, and a hanging one would never end
+            # At exit Python joins its child processes, so a hanging worker would keep the run from ending: kill them.
+            # torch's handler of SIGCHLD would raise an error when they die.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for process in workers:
                 process.kill()
 
 
@@ -124,9 +139,10 @@ class StepDataset(Dataset):
 
 
 def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
-    """Load the samples with these indices, in their order.
+    """Load the samples with these indices, in the order of `indices`.
 
-    A dataset may have a method `arrays(indices)` that returns the whole batch, which is faster than stacking rows.
+    A dataset may have a method `arrays(indices)` that returns {name: array of the whole batch}, which is faster than
+    stacking rows.
     """
     if hasattr(dataset, "arrays"):
         return {name: torch.from_numpy(rows) for name, rows in dataset.arrays(list(indices)).items()}
@@ -135,8 +151,8 @@ def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
 
 def split_micro_batches(batch: Batch, micro_batch_size: int) -> list[Batch]:
     """Split a local batch into micro-batches of `micro_batch_size` sequences, without copying."""
-    parts = zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True)
-    return [dict(zip(batch, tensors, strict=True)) for tensors in parts]
+    tensors_by_micro_batch = zip(*(tensor.split(micro_batch_size) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, tensors, strict=True)) for tensors in tensors_by_micro_batch]
 
 
 def _to_arrays(batch: Any) -> dict[str, np.ndarray]:

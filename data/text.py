@@ -103,7 +103,12 @@ class TextDataset(Dataset):
         else:
             is_target, begins_document = np.zeros_like(input_ids), np.zeros_like(input_ids, bool)
             for b, row in enumerate(rows):
-                first, boundaries = self._locate(row)
+                # Where the documents of the row begin, counted from its first token, and where the last one ends.
+                document = self.rows[row]
+                first = int(self.begins[document])
+                boundaries = self.begins[document : self.after[document] + 1] - first
+                # A row of text ends with the end-of-text token that the next document begins with.
+                boundaries[-1] = min(boundaries[-1] + (not self.corpus.has_conversations), self.seq_len)
                 end = boundaries[-1]
                 self._copy(first, input_ids[b, :end])
                 if self.corpus.has_conversations:
@@ -149,15 +154,6 @@ class TextDataset(Dataset):
             self.rows = np.setdiff1d(self.rows, lost)
             counts = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
             self.packing_note = counts.format(*map(len, (lengths, self.rows, cut, lost)))
-
-    def _locate(self, row: int) -> tuple[int, np.ndarray]:
-        """Return the first token of a row of documents, where in the row they begin and, last, where they end."""
-        document = self.rows[row]
-        first = self.begins[document]
-        boundaries = self.begins[document : self.after[document] + 1] - first
-        # A row of text ends with the end-of-text token that the next document begins with.
-        boundaries[-1] = min(boundaries[-1] + (not self.corpus.has_conversations), self.seq_len)
-        return int(first), boundaries
 
     def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
         """Fill `out` with the stream from token `first` on, across batches, until the stream ends; return it."""

@@ -24,7 +24,10 @@ def prepare_cpu() -> None:
 
     By default malloc unmaps large blocks when they are freed, and the kernel zeroes them again for the next tensor.
     """
-    if threads := threads_to_set(os.environ, _parent_environment(), available_cores()):
+    launcher: Mapping[str, str] = os.environ
+    with suppress(psutil.Error):  # the parent may belong to another user
+        launcher = psutil.Process(os.getppid()).environ()
+    if threads := threads_to_set(os.environ, launcher, available_cores()):
         torch.set_num_threads(threads)
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc only
         for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
@@ -67,20 +70,14 @@ def use_portable_arithmetic() -> None:
         )
 
 
-def threads_to_set(own: Mapping[str, str], launcher: Mapping[str, str], cores: int) -> int | None:
+def threads_to_set(environment: Mapping[str, str], launcher: Mapping[str, str], cores: int) -> int | None:
     """Return the number of compute threads for this process; None if the user has set OMP_NUM_THREADS.
 
-    `own` and `launcher` are the environments of this process and its parent: launchers set OMP_NUM_THREADS=1 unless it
+    `environment` is that of this process and `launcher` that of its parent: launchers set OMP_NUM_THREADS=1 unless it
     is set already. More threads than cores wait for each other, which makes a small model ten times slower.
     """
-    set_by_launcher = "OMP_NUM_THREADS" not in launcher and own.get("OMP_NUM_THREADS") == "1"
-    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & own.keys()
-    if "OMP_NUM_THREADS" in own and not (launched and set_by_launcher):
+    set_by_launcher = "OMP_NUM_THREADS" not in launcher and environment.get("OMP_NUM_THREADS") == "1"
+    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & environment.keys()
+    if "OMP_NUM_THREADS" in environment and not (launched and set_by_launcher):
         return None
-    return max(1, cores // int(own.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def _parent_environment() -> Mapping[str, str]:
-    with suppress(psutil.Error):  # the parent belongs to another user
-        return psutil.Process(os.getppid()).environ()
-    return os.environ
+    return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", 1)))

@@ -64,7 +64,7 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
         if value.lower() not in supported:
             problems.append(f"{variable.lower().removeprefix('accelerate_')}: {value} is not supported; {remedy}")
-    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and not config.max_consecutive_skips:
+    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and config.on_nonfinite != "skip":
         problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
@@ -87,7 +87,7 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
         # torch restores a GPU's generator before it recomputes a block, but not MPS's: the gradients would be wrong.
         "activation_checkpointing: true with dropout": config.activation_checkpointing and config.model.dropout > 0,
     }
-    return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, found in unsupported.items() if found]
+    return [f"{TORCH_DEVICE}: mps, but {what}; unset one of the two" for what, is_set in unsupported.items() if is_set]
 
 
 def device_problems(environment: Mapping[str, str]) -> list[str]:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,11 +43,6 @@ class StateDigest:
 
     def __str__(self) -> str:
         return f"{self.values.sum().item() % 2**64:016x}"
-
-    def check_equal(self, saved: str | None, checkpoint: Path) -> None:
-        """Raise RunError if the digest of the loaded state differs from the one in the checkpoint's manifest."""
-        if saved != str(self):
-            raise RunError(f"{checkpoint}: the loaded state has the digest {self}, but the manifest says {saved}")
 
     def check_replicas(self, step: int) -> None:
         """Raise ReplicasDiffer on all processes if digests differ; the error names the first such tensor.

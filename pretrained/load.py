@@ -110,15 +110,35 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
     Return its directory and manifest; a running train.py may remove it afterwards. The main process prints which
     damaged ones are skipped. Raise ConfigError if none is left.
     """
-    if (path / MANIFEST).exists() and checkpoint != "latest":
+    is_checkpoint = (path / MANIFEST).exists()
+    if is_checkpoint and checkpoint != "latest":
         raise ConfigError(f"checkpoint: {checkpoint!r}, but {str(path)!r} is a checkpoint itself; leave it out")
-    if checkpoint == "latest" and not (path / MANIFEST).exists():
+
+    # The newest valid checkpoint of a run.
+    if checkpoint == "latest" and not is_checkpoint:
         newest, manifest, rejected = newest_valid(path / "checkpoints")
         if newest is None or manifest is None:
             raise ConfigError("\n  ".join([f"{path} has no valid checkpoint", *rejected]))
         report_skipped(rejected)
         return newest, manifest
-    directory = path if checkpoint == "latest" else _choose(path, checkpoint)
+
+    # The best checkpoint of a run, or that of a step, which the manifests tell; then its files are checked.
+    directory = path
+    if not is_checkpoint:
+        manifests = readable_checkpoints(path / "checkpoints")
+        damaged = [c for c in checkpoints_in(path / "checkpoints") if c not in manifests and c.exists()]
+        report_skipped(f"{directory}: its manifest is missing or damaged" for directory in damaged)
+        best = best_checkpoints(manifests)
+        if checkpoint == "best":
+            chosen = best[:1]
+            report_skipped(f"{other}: its loss was measured on another validation set" for other in best[1:])
+        else:
+            chosen = [directory for directory, manifest in manifests.items() if manifest.step == checkpoint]
+        if not chosen:
+            steps = ", ".join(str(manifest.step) for manifest in manifests.values())
+            contents = f"{path} has the steps {steps}" + ("" if best else ", none with a validation loss")
+            raise ConfigError(f"checkpoint: {checkpoint!r}: {contents}; use one of these, latest or best")
+        directory = chosen[0]
     try:
         return directory, validate(directory)
     except InvalidCheckpoint as invalid:
@@ -129,21 +149,3 @@ def report_skipped(reasons: Iterable[str]) -> None:
     """Print on the main process why checkpoints are skipped; each reason begins with the checkpoint."""
     for reason in reasons if is_main_process() else ():
         print(f"Checkpoint skipped: {reason}", file=sys.stderr)
-
-
-def _choose(path: Path, checkpoint: str | int) -> Path:
-    """Return the best checkpoint of a run, or the one of a step; only manifests are read."""
-    manifests = readable_checkpoints(path / "checkpoints")
-    damaged = [found for found in checkpoints_in(path / "checkpoints") if found not in manifests and found.exists()]
-    report_skipped(f"{found}: its manifest is missing or damaged" for found in damaged)
-    best = best_checkpoints(manifests)
-    if checkpoint == "best":
-        chosen = best[:1]
-        report_skipped(f"{other}: its loss was measured on another validation set" for other in best[1:])
-    else:
-        chosen = [found for found, manifest in manifests.items() if manifest.step == checkpoint]
-    if not chosen:
-        steps = ", ".join(str(manifest.step) for manifest in manifests.values())
-        found = f"{path} has the steps {steps}" + ("" if best else ", none with a validation loss")
-        raise ConfigError(f"checkpoint: {checkpoint!r}: {found}; use one of these, latest or best")
-    return chosen[0]

@@ -34,11 +34,11 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
 
     # "Loading weights", which every process would print; the Hub's progress bars of a download stay.
     set_tqdm_hook(lambda make_bar, args, options: make_bar(*args, **options | {"disable": True}))
-    found = local
+    exists = local
     try:
         # The config first, so that the weights of an unsupported model are not downloaded.
         hf_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        found = True
+        exists = True
         config_from_transformers(hf_config)
         hf_model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues] a pair
             name, config=hf_config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
@@ -48,7 +48,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = from_transformers(hf_model)
     except Exception as error:  # a download fails with many types of exception
-        where = "" if found else "; it is neither a directory nor a readable name on the Hub"
+        where = "" if exists else "; it is neither a directory nor a readable name on the Hub"
         raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")

@@ -81,6 +81,8 @@ class Session:
     flops_per_token: int | None = None
     validation_text: str | None = None
     """Hash of the validation documents of a text corpus, whatever the tokenizer."""
+    corpus_stamp: str | None = None
+    """Hash of the sizes and times of the files of a text corpus."""
     uncommitted_changes: str | None = None
     """Name of the patch in the run directory."""
     branched_from: Branch | None = None

@@ -64,8 +64,22 @@ class Reporter(AbstractContextManager):
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
         if self.tracker is not None:
             self.tracker.log(step, metrics)
-        if training := {name: value for name, value in metrics.items() if name.startswith(TRAINING)}:
-            self._show_training(step, training)
+
+        # The line of a training step, which on a terminal is part of the bar.
+        training = {
+            SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
+            for name, value in metrics.items()
+            if name.startswith(TRAINING)
+            and name not in ("train/tokens", "perf/peak_memory_bytes")
+            and (value or name != "train/skipped")
+        }
+        if training and self.bar.disable:
+            parts = [f"{name} = {value}" for name, value in training.items()]
+            self.say(f"[step {step} / {self.steps}] " + " ".join(parts))
+        elif training:
+            self.bar.set_postfix(training)
+
+        # The line of an evaluation.
         shown = {name: value for name, value in metrics.items() if not NOT_SHOWN.match(name)}
         if parts := [f"{name} = {format_metric(name, value)}" for name, value in shown.items()]:
             if (excess := metrics.get("val/excess_loss")) is not None:
@@ -106,14 +120,3 @@ class Reporter(AbstractContextManager):
         self.metrics_file.close()
         if self.tracker is not None:
             self.tracker.finish(exception)
-
-    def _show_training(self, step: int, metrics: dict[str, float]) -> None:
-        short = {
-            SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
-            for name, value in metrics.items()
-            if name not in ("train/tokens", "perf/peak_memory_bytes") and (value or name != "train/skipped")
-        }
-        if self.bar.disable:
-            self.say(f"[step {step} / {self.steps}] " + " ".join(f"{name} = {value}" for name, value in short.items()))
-        else:
-            self.bar.set_postfix(short)

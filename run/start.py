@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,20 +15,16 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from checkpoint.provenance import launch_facts, network_size, provenance, uncommitted_changes
+from checkpoint.provenance import launch_facts, provenance, uncommitted_changes
 from config.errors import ConfigError, OtherRunError, RunError, error_kind
 from config.schema import TrainConfig
 from distributed.collectives import broadcast_from_main
 from distributed.signals import Preempted
+from model.gpt import build_on_meta_device
 from run.directory import LOCK_FILE, Branch, Run, Status
 from run.metrics_log import truncate_after_step
-from run.resume import (
-    StartingPoint,
-    choose_starting_point,
-    resumed_settings,
-    starts_afresh,
-)
-from storage.files import copy_folder, move_aside, write_atomically
+from run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
+from storage.files import folder_written_atomically, move_aside, write_atomically
 
 
 def check_run(run: Run, config: TrainConfig) -> None:
@@ -95,6 +92,7 @@ def record_outcome(run: Run) -> Iterator[None]:
 
 def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
     """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
+    # Lock the directory, and then the new one if the old one is moved aside.
     is_locked = run.lock()
     if is_locked and starts_afresh(config) and any(entry.name != LOCK_FILE for entry in run.path.iterdir()):
         print(f"The existing run was moved to {move_aside(run.path)}.")
@@ -102,24 +100,47 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
     if not is_locked:
         raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
     start = choose_starting_point(run, config, facts)
+
+    # Compare the contents of corpora whose files have been written since the last session.
+    corpora = [Path(corpus).expanduser() for corpus in config.data.corpora if config.data.source == "text"]
+    if corpora:
+        from data.integrity import hash_validation_text, stamp_files, verify  # imports pyarrow
+
+        facts |= {"validation_text": hash_validation_text(corpora), "corpus_stamp": stamp_files(corpora)}
+        if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in run.sessions()[-1:]):
+            print("The corpus was modified since the last start of this run; comparing the contents of its files ...")
+            for corpus in corpora:
+                verify(corpus)
+
+    # Remove the rows that this session will log again, and store its settings.
     run.checkpoints.mkdir(exist_ok=True)
     last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
     truncate_after_step(run.path / "metrics.jsonl", last_kept, one_per_step=True)
     truncate_after_step(run.path / "generations.jsonl", start.step)
     truncate_after_step(run.path / "sessions.jsonl", config.steps)  # only to remove an incomplete line
     write_atomically(run.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
-    facts |= network_size(config)
-    if config.data.source == "text":
-        from data.integrity import hash_validation_text  # imports pyarrow, which other sources do not need
 
-        corpora = [Path(corpus).expanduser() for corpus in config.data.corpora]
-        facts["validation_text"] = hash_validation_text(corpora)
-        if not (run.path / "tokenizer").exists():  # a copy, so that the model can be used without the corpus
-            # The tokenizers of a mixture are equal, but one may lack a chat template.
-            tokenizers = [corpus / "tokenizer" for corpus in corpora]
-            with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
-            copy_folder((with_template or tokenizers)[0], run.path / "tokenizer")
-    _record_session(run, start, facts | {"config": settings_to_store(config)})
+    # Facts about the network and the data. The tokenizer is copied, so that the model can be used without the corpus.
+    network = build_on_meta_device(config.model)
+    facts |= {"parameters": network.num_parameters(), "flops_per_token": network.flops_per_token(config.seq_len)}
+    if corpora and not (run.path / "tokenizer").exists():
+        # The tokenizers of a mixture are equal, but one may lack a chat template.
+        tokenizers = [corpus / "tokenizer" for corpus in corpora]
+        with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
+        with folder_written_atomically(run.path / "tokenizer") as folder:
+            shutil.copytree((with_template or tokenizers)[0], folder)
+
+    # Append the row of this session, which names a file with the uncommitted changes of the code.
+    patch_name = None
+    if changes := uncommitted_changes():
+        patch_name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
+        write_atomically(run.path / patch_name, changes + "\n")
+    row = {"step": start.step, **facts, "config": settings_to_store(config), "uncommitted_changes": patch_name}
+    if start.checkpoint and start.checkpoint.parent != run.checkpoints:  # the run is a branch
+        parent, digest = start.checkpoint.resolve().parent.parent, start.metrics.get("state/digest")
+        row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
+    with open(run.path / "sessions.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
     run.write_status(Status("running", start.step))
     return start
 
@@ -128,17 +149,3 @@ def settings_to_store(config: TrainConfig) -> dict[str, Any]:
     """Return the nested settings for YAML and JSON, with lists for tuples; `resume: never` becomes auto."""
     settings = config.model_dump(mode="json")
     return settings | ({"resume": "auto"} if config.resume == "never" else {})
-
-
-def _record_session(run: Run, start: StartingPoint, facts: dict[str, Any]) -> None:
-    """Append a row to sessions.jsonl, and write the uncommitted changes of the code into a file beside it."""
-    name = None
-    if changes := uncommitted_changes():
-        name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
-        write_atomically(run.path / name, changes + "\n")
-    row = {"step": start.step, **facts, "uncommitted_changes": name}
-    if start.checkpoint and start.checkpoint.parent != run.checkpoints:  # the run is a branch
-        parent, digest = start.checkpoint.resolve().parent.parent, start.metrics.get("state/digest")
-        row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
-    with open(run.path / "sessions.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")

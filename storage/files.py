@@ -25,8 +25,8 @@ def write_atomically(path: Path, content: str | bytes, several_writers: bool = F
 
     `several_writers`: other processes may replace it at the same time.
     """
-    own = f".{socket.gethostname()}-{os.getpid()}" if several_writers else ""
-    temporary = path.with_name(f"{path.name}{own}.tmp")
+    process = f".{socket.gethostname()}-{os.getpid()}" if several_writers else ""
+    temporary = path.with_name(f"{path.name}{process}.tmp")
     with open(temporary, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -62,12 +62,6 @@ def move_aside(path: Path) -> Path:
         number += 1
     os.rename(path, aside)
     return aside
-
-
-def copy_folder(source: Path, path: Path) -> None:
-    """Copy a folder of files to `path`, whole or not at all."""
-    with folder_written_atomically(path) as folder:
-        shutil.copytree(source, folder)
 
 
 def folder_problems(name: str) -> list[str]:

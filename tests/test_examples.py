@@ -405,7 +405,7 @@ def test_dead_rank_ends_all_ranks(rung, digits):
         started = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
         pid, first_line, wait = started.pid, started.stdout.readline, lambda: started.wait(timeout=100)
     else:
-        started = forked.Launch("-m", words, 0, environment())
+        started = forked.Launch(words[0], words[1:], 0, environment())
         pid, wait = started.processes[0].pid, lambda: started.wait(100)
 
         def first_line():

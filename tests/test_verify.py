@@ -48,7 +48,7 @@ MUTATIONS = {
         "train.py", "scale * (1 if state.reducer else results.num_processes)", "scale",
         "gradient = hand-written all-reduce"),
     "shares_overlap": (
-        "data/sampler.py", " + rank * size", "",
+        "data/sampler.py", " + rank * local_size", "",
         "order is a permutation in every epoch"),
     "checkpoint_not_loaded": (
         "train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),

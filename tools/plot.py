@@ -81,21 +81,17 @@ def main(config: PlotConfig) -> None:
     """Draw the figures of each run and print their paths; raise ConfigError if a run cannot be plotted."""
     for run in config.runs:
         directory = expand_user_path("runs", run)
+        figures: list[Path | None] = []  # None: there is nothing to show
         try:
-            for figure in filter(None, draw(directory, config.x)):
-                print(figure)
+            if (evaluation := directory / "evaluation.json").exists():
+                figures.append(save_loss_by_position(json.loads(evaluation.read_text()), directory / "evaluation.png"))
+            if not figures or (directory / "metrics.jsonl").exists():
+                figures.append(save_loss_curve(directory, config.x))
+                figures += [save_excess_loss(directory), save_block_stats(directory)]
         except (OSError, ValueError, TypeError, KeyError) as error:  # of a file that is missing or damaged
             raise ConfigError(f"runs: {run!r} cannot be plotted: {error}") from None
-
-
-def draw(directory: Path, x: str) -> list[Path | None]:
-    """Draw what a run or an evaluation logged; return the figures, None for one that has nothing to show."""
-    figures: list[Path | None] = []
-    if (evaluation := directory / "evaluation.json").exists():
-        figures.append(save_loss_by_position(json.loads(evaluation.read_text()), directory / "evaluation.png"))
-    if not figures or (directory / "metrics.jsonl").exists():
-        figures += [save_loss_curve(directory, x), save_excess_loss(directory), save_block_stats(directory)]
-    return figures
+        for figure in filter(None, figures):
+            print(figure)
 
 
 def save_loss_curve(run_directory: Path, x: str = "steps") -> Path:
@@ -153,7 +149,7 @@ def save_block_stats(run_directory: Path) -> Path | None:
 
     names = list(dict.fromkeys(key.split("/")[1] for key in rows[0] if key.startswith("layers/")))
     steps = [row["step"] for row in rows]
-    midpoints = [(one + other) / 2 for one, other in pairwise(steps)]
+    midpoints = [(step + next_step) / 2 for step, next_step in pairwise(steps)]
     # The first and last cells are symmetric about their steps; the cell of a single step is one step wide.
     first, last = (midpoints[0], midpoints[-1]) if midpoints else (steps[0] + 0.5, steps[0] - 0.5)
     edges = [2 * steps[0] - first, *midpoints, 2 * steps[-1] - last]
@@ -209,7 +205,6 @@ def save_excess_loss(run_directory: Path) -> Path | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value of a row is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -257,7 +252,6 @@ def save(figure: "Figure", path: Path) -> Path:
 
 
 def run_style(index: int) -> dict[str, Any]:
-    """Return the colour and dashes of run number `index`."""
     return {"color": COLORS[index % len(COLORS)], "linestyle": (0, DASHES[index % len(DASHES)])}
 
 

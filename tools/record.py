@@ -46,7 +46,6 @@ def train(name: str, config: str, seed: int) -> tuple[Run, float]:
 
 
 def measure(name: str, config: str, num_seeds: int) -> dict[str, Any]:
-    """Train `num_seeds` seeds; return the values of a record."""
     runs, seconds = zip(*(train(name, config, seed) for seed in range(1, num_seeds + 1)), strict=True)
     rows = [run.metrics()[-1] for run in runs]
     return {
@@ -54,7 +53,7 @@ def measure(name: str, config: str, num_seeds: int) -> dict[str, Any]:
         "excess_loss": [float(f"{row['val/excess_loss']:.6g}") for row in rows],
         "tokens": rows[0]["train/tokens"],
         "parameters": runs[0].sessions()[0].parameters,
-        "cpu_seconds": [round(each, 1) for each in seconds],
+        "cpu_seconds": [round(value, 1) for value in seconds],
         "digest": rows[0]["state/digest"],
         "torch": TORCH,
         "processor": machine()["cpu"],

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -70,6 +69,7 @@ def main(config: ReplayConfig) -> None:
         ConfigError: there is no such run or step, or it cannot be retrained here.
         RunError: the loss of an earlier step is not finite.
     """
+    # Restore the newest state before the step, and load the batches from there on.
     run = Run(expand_user_path("run", config.run))
     state, corpus, first = restore(run, config.step)
     accelerator, settings = state.accelerator, state.config
@@ -79,6 +79,8 @@ def main(config: ReplayConfig) -> None:
         corpus.train, global_batches, settings.micro_batch_size, accelerator.device, rank, num_processes
     )
     warm_up(state, loader.load(first)[0])
+
+    # Retrain the steps; before the last one, compute the loss of each of its sequences.
     logged, rows, losses = {row["step"]: row for row in run.metrics()}, [], []
     for step in range(first, config.step):
         micro_batches, is_last = loader.load(step), step + 1 == config.step
@@ -98,14 +100,28 @@ def main(config: ReplayConfig) -> None:
         if is_last:
             accelerator.print(f"step {step + 1}: loss = {loss:.6g}, gradient norm = {result.grad_norm:.6g}")
     accelerator.print(describe_outcome(rows))
-    if accelerator.is_main_process:
-        batch = StepDataset(corpus.train, global_batches, rank=0, num_processes=1)[config.step - 1]
-        print_sequences(losses, global_batches.indices(config.step - 1), batch, corpus, config)
+    if not accelerator.is_main_process:
+        return
+
+    # Print the sequences of the global batch: index in the training set, loss and text, the highest loss first.
+    batch = StepDataset(corpus.train, global_batches, rank=0, num_processes=1)[config.step - 1]
+    indices = global_batches.indices(config.step - 1)
+    sequences = zip(losses, indices, batch["input_ids"], batch["labels"], strict=True)
+    order = sorted(sequences, key=lambda sequence: (math.isfinite(sequence[0]), -sequence[0]))
+    not_finite = sum(not math.isfinite(loss) for loss in losses)
+    print(f"sequences of step {config.step}: {len(order)}, {not_finite} of them not finite; highest losses first:")
+    for loss, index, input_ids, labels in order[: config.num_sequences]:
+        targets = (labels != -100).nonzero()
+        tokens = input_ids[: int(targets.max()) + 1 if len(targets) else None].tolist()
+        text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
+        mark = "" if math.isfinite(loss) else ", NOT FINITE"
+        print(f"  sample {index}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")
 
 
 def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     """Build the state of a run from its newest checkpoint before `step`; return it, the corpus and its step."""
-    session = session_of(run, step)
+    # The settings and the launch of the session that computed the step: the last one that started before it.
+    session = next((session for session in reversed(run.sessions()) if session.step < step), Session(0))
     # A CUDA graph changes no loss, except by rounding with three or more processes, and the CPU has none.
     config = config_of(session.config or run.settings).replace(cuda_graph=None)
     if step > config.steps:
@@ -113,8 +129,11 @@ def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
     checkpoint = checkpoint_before(run, step, config.branch_from)
     os.environ["ACCELERATE_MIXED_PRECISION"] = session.mixed_precision or "no"
     check_launch(config)
-    changes = {"branch_from": None, "init_from": None if checkpoint else config.init_from}
-    resolved, corpus, models = resolve(config.replace(**changes))
+
+    # Build the state as train.py does, and load the checkpoint.
+    resolved, corpus, models = resolve(
+        config.replace(branch_from=None, init_from=None if checkpoint else config.init_from)
+    )
     accelerator = start_accelerator(resolved)
     if session.threads and accelerator.num_processes == 1:
         torch.set_num_threads(session.threads)
@@ -124,14 +143,14 @@ def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int]:
         path, manifest = checkpoint
         load_checkpoint(path, state)
         first, source = manifest.step, str(path)
-    differences = describe_differences(session, accelerator)
-    accelerator.print(f"steps {first + 1} to {step}, retrained from {source}{differences}")
+
+    # Say how the launch and the code of the session differ from those of this process.
+    then, now = vars(session), launch_facts(accelerator) | provenance()
+    names = [name for name in ("device", *FACTS, *SUMMATION_ORDER, "torch") if None not in (then[name], now[name])]
+    differences = [f"{name} {then[name]} in the run, {now[name]} here" for name in names if then[name] != now[name]]
+    facts = f"; {', '.join(differences)}" if differences else ""
+    accelerator.print(f"steps {first + 1} to {step}, retrained from {source}{facts}")
     return state, corpus, first
-
-
-def session_of(run: Run, step: int) -> Session:
-    """Return the session that computed `step`: the last one that started before it."""
-    return next((session for session in reversed(run.sessions()) if session.step < step), Session(0))
 
 
 def checkpoint_before(run: Run, step: int, branch_from: str | None) -> tuple[Path, Manifest] | None:
@@ -151,14 +170,6 @@ def checkpoint_before(run: Run, step: int, branch_from: str | None) -> tuple[Pat
     except InvalidCheckpoint as invalid:
         raise ConfigError(f"branch_from: {invalid}; no checkpoint before step {step} is left") from None
     raise ConfigError(f"step: {step} is not a step of {run.path}, but of the run that it branched from: {branch_from}")
-
-
-def describe_differences(session: Session, accelerator: Accelerator) -> str:
-    """Describe what differs between the launch and code of a session and those of this process; "" if nothing."""
-    then, now = vars(session), launch_facts(accelerator) | provenance()
-    names = [name for name in ("device", *FACTS, *SUMMATION_ORDER, "torch") if None not in (then[name], now[name])]
-    differences = [f"{name} {then[name]} in the run, {now[name]} here" for name in names if then[name] != now[name]]
-    return f"; {', '.join(differences)}" if differences else ""
 
 
 @torch.no_grad()
@@ -195,19 +206,3 @@ def describe_outcome(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         f"reproduced up to rounding: {len(losses)} loss(es) within {RELATIVE_TOLERANCE:.1%}; digests differ because of "
         "a difference named above, another kind of processor, or a GPU without exact"
     )
-
-
-def print_sequences(
-    losses: list[float], indices: list[int], batch: Batch, corpus: Corpus, config: ReplayConfig
-) -> None:
-    """Print the sequences of the global batch: index in the training set, loss and text, the highest loss first."""
-    rows = zip(losses, indices, batch["input_ids"], batch["labels"], strict=True)
-    order = sorted(rows, key=lambda row: (math.isfinite(row[0]), -row[0]))
-    not_finite = sum(not math.isfinite(loss) for loss in losses)
-    print(f"sequences of step {config.step}: {len(order)}, {not_finite} of them not finite; highest losses first:")
-    for loss, index, input_ids, labels in order[: config.num_sequences]:
-        targets = (labels != -100).nonzero()
-        tokens = input_ids[: int(targets.max()) + 1 if len(targets) else None].tolist()
-        text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
-        mark = "" if math.isfinite(loss) else ", NOT FINITE"
-        print(f"  sample {index}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")

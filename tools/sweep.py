@@ -138,33 +138,26 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
 
     Finished runs are not started, so train.py would not check them.
     """
-    path = run_path(config)
+    # Settings.
+    run = Run(run_path(config))
     if config.init_from is not None:  # train.py copies the model's settings from there
         config = with_stored_model(config, stored)
-    check_resume(Run(path), config, next(iter(Run(path).manifests().values()), None))
-    if different := different_facts(path, facts):
-        lines = "\n  ".join(different)
-        raise ConfigError(
-            f"{path} has a run of another launch or other code:\n  {lines}\nchoose another --name or --out_dir"
-        )
+    check_resume(run, config, next(iter(run.manifests().values()), None))
 
-
-def different_facts(path: Path, facts: dict[str, str | None]) -> list[str]:
-    """Return a line for each fact in which the sessions that trained a run differ from those of the sweep.
-
-    Raises:
-        ConfigError: the run cannot be read.
-    """
-    run = Run(path)
+    # Launch and code of the sessions that trained it.
     status = run.status()
     completed = status.step if status else 0
     trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
-    lines = [
+    different = [
         f"{name}: {getattr(session, name)} in the run, {facts[name]} now"
         for session in trained
         for name in compare_facts(vars(session), facts)
     ]
-    return list(dict.fromkeys(lines))
+    if different:
+        lines = "\n  ".join(dict.fromkeys(different))
+        raise ConfigError(
+            f"{run.path} has a run of another launch or other code:\n  {lines}\nchoose another --name or --out_dir"
+        )
 
 
 def combine(arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
@@ -212,7 +205,6 @@ def name_suffixes(swept: dict[str, str], settings: dict[str, object]) -> list[st
 
 
 def run_path(config: TrainConfig) -> Path:
-    """Return the directory of a run."""
     return Path(config.out_dir).expanduser() / str(config.name)
 
 

@@ -127,7 +127,6 @@ def train_at_defaults(folder: Path) -> dict[str, dict]:
 
 
 def changed_results(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
-    """Return the final metrics that differ, with both values."""
     return [
         f"{kind}: {name} is {metrics.get(name)}, {before[kind][name]} before"
         for kind, metrics in after.items()

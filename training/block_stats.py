@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distributed.private_torch import foreach_norm, foreach_sub
 from distributed.sharding import full_tensor
-from training.gradients import complete_gradients, trainable_parameters
+from training.gradients import fill_missing_gradients, trainable_parameters
 from training.results import mean
 
 
@@ -74,7 +74,7 @@ class BlockStatistics:
     def _before_update(self, *_) -> None:
         if self.recording:
             self._before = [[parameter.detach().clone() for parameter in block.parameters()] for block in self.blocks]
-            gradients = [complete_gradients(trainable_parameters(block)) for block in self.blocks]
+            gradients = [fill_missing_gradients(trainable_parameters(block)) for block in self.blocks]
             self._norms = {"weight_norm": group_norms(self._before)}
             self._norms["gradient_norm"] = group_norms(gradients)
 

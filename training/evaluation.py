@@ -11,7 +11,7 @@ from distributed.collectives import all_gather
 from distributed.sharding import reshard
 from model.loss import count_targets
 from training.generations import unsharded
-from training.results import NonFiniteError, exact_sum, fill_slots, mean, sum_dtype
+from training.results import NonFiniteError, fill_slots, fsum_or_nan, mean, sum_dtype
 
 
 @torch.no_grad()
@@ -62,7 +62,8 @@ def evaluate(
     metrics = {key: mean(sums, counts) for key, (sums, counts) in totals.items()}
     metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
     loss_sums, target_counts = totals["loss"]
-    if getattr(validation, "num_targets", None) in (None, exact_sum(target_counts)):  # else these are of other targets
+    # The entropy and the size of the dataset count only if the batches had the targets for which the dataset has them.
+    if getattr(validation, "num_targets", None) in (None, fsum_or_nan(target_counts)):
         if (entropy_nats := getattr(validation, "entropy_nats", None)) is not None:
             metrics["entropy"] = mean([entropy_nats], target_counts)
             metrics["excess_loss"] = metrics["loss"] - metrics["entropy"]

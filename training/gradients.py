@@ -1,7 +1,8 @@
 """The backward pass: unused parameters, the first backward, loss scaling.
 
 A parameter that no micro-batch used, such as an expert that no token was routed to, has a gradient of zero. DDP waits
-for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss).
+for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss). DDP's own
+option find_unused_parameters would instead search the graph in every forward.
 """
 
 import torch
@@ -37,14 +38,17 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """Run the first backward of a process, whose gradients the caller discards.
 
-    DDP fixes the order of its buckets in its first backward, by the order in which gradients arrive. Here they arrive
-    in the reverse order of the parameters, whichever of them the batch uses, so a resumed run sums in the same order as
-    one that never stopped.
+    DDP fixes the order of its buckets in its first backward, by the order in which gradients arrive, and the order of
+    the buckets changes the rounding of the sums. Here the gradients arrive in the reverse order of the parameters,
+    whichever of them the batch uses. So a resumed run sums in the same order as a run that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
-        # The backward of the model compiles and allocates here. DDP does not see it, only the chain below.
+
+        # Run the backward of the model, which compiles and allocates. torch.autograd.grad does not call DDP's hooks.
         torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        # Chain the parameters: the backward below reaches the last one first.
         loss = loss.detach()
         for parameter in parameters:
             loss = _ConnectToLoss.apply(loss, parameter)
@@ -54,14 +58,15 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
 def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    It is halved for every skipped update and doubled after every 2,000 others; torch.amp.GradScaler doubles after 2,000
-    in a row. It is a function of the checkpointed counters, so it needs no further state.
+    It is halved for every skipped update and doubled after every 2,000 others. torch.amp.GradScaler doubles after 2,000
+    updates in a row without a skip, which it has to count. This scale is a function of counters that checkpoints
+    contain anyway.
     """
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 
 
-def complete_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients, after giving every parameter that no micro-batch used a gradient of zero."""
+def fill_missing_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Give every parameter that no micro-batch used a gradient of zero, and return the gradients of all."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:

@@ -27,19 +27,23 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float 
 
 
 def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    # With `muon`, Muon updates the weights of the linear layers in the blocks, and AdamW everything else: matrices such
+    # as the embeddings and the output projection, and vectors (biases and the scales of norms).
     linear_weights = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
     muon_weights, matrices, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_hidden = id(parameter) in linear_weights and name.startswith("blocks.")
-            if config.name == "muon" and is_hidden:
+            is_linear_in_block = id(parameter) in linear_weights and name.startswith("blocks.")
+            if config.name == "muon" and is_linear_in_block:
                 muon_weights.append(parameter)
             elif parameter.dim() >= 2:
                 matrices.append(parameter)
             else:
                 vectors.append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # Copies, because torch writes the defaults of an optimizer into its groups, which a fork may pass to another one.
+
+    # torch writes lr, betas and the other defaults of AdamW into the dicts that AdamW receives. It receives copies, so
+    # that a fork can pass `groups` to another optimizer, which then writes its own defaults.
     adamw = torch.optim.AdamW([{**group} for group in groups], lr=config.lr, betas=config.betas, fused=True)
     match config.name:
         case "adamw":
@@ -53,23 +57,27 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
 def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config: TrainConfig, step: int) -> None:
     """Set the scheduled values of step `step` (from 0) in the optimizer's groups and the attributes of modules.
 
-    Raise ValueError if a setting of the model is scheduled that no module has as an attribute.
+    Raises:
+        ValueError: a setting of the model is scheduled, but no module has an attribute of its name.
     """
+    # Settings of the optimizer, such as lr. The first step stores the configured value as `initial_NAME`.
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
             group[name] = scheduled_value(name, unscheduled, config, step)
+
+    # Settings of the model, such as dropout: a module that uses one has it as an attribute of the same name.
     for name in SCHEDULES.keys() & GPTConfig.model_fields.keys():
         value = scheduled_value(name, getattr(config.model, name), config, step)
-        readers = [module for module in network.modules() if name in vars(module)]
-        if not readers:
+        modules_with_setting = [module for module in network.modules() if name in vars(module)]
+        if not modules_with_setting:
             raise ValueError(f"model.{name} is scheduled, but no module has an attribute {name!r}")
-        for module in readers:
+        for module in modules_with_setting:
             setattr(module, name, value)
         if name == "dropout":
             for module in network.modules():
                 if isinstance(module, nn.Dropout):
-                    module.p = value
+                    module.p = value  # torch's module calls the probability `p`
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -77,18 +85,20 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
     GROUP is the `name` of the group, or its number if it has none.
     """
-    first, *others = (group["lr"] for group in optimizer.param_groups)
-    rates = {"train/lr": first}
-    for index, lr in enumerate(others, start=1):
-        if lr != first:
-            rates[f"train/lr_{optimizer.param_groups[index].get('name', index)}"] = lr
+    first_lr = optimizer.param_groups[0]["lr"]
+    rates = {"train/lr": first_lr}
+    for index, group in enumerate(optimizer.param_groups):
+        if group["lr"] != first_lr:
+            rates[f"train/lr_{group.get('name', index)}"] = group["lr"]
     return rates
 
 
-# Polar Express (Amsel et al. 2025, arXiv:2505.16932): polynomials (a, b, c), applied one after another, optimal for
-# singular values from 0.001 to 1. The factor 1.02, from modded-nanogpt, is a safety margin for rounding. The first
-# three of the five polynomials suffice: they leave singular values between 0.12 and 1.9 instead of near 1, and the loss
-# is the same (benchmarks/LOG.md).
+# Polar Express (Amsel et al. 2025, arXiv:2505.16932): polynomials a x + b x^3 + c x^5 with coefficients (a, b, c),
+# applied one after another, which are optimal for singular values from 0.001 to 1. The factor 1.02 is a safety margin
+# for rounding; it comes from modded-nanogpt. Only the first three of the five polynomials are used. They map singular
+# values from 0.001 to 1 into [0.12, 1.9] instead of close to 1, but after 200 steps the validation loss was the same as
+# with torch.optim.Muon: it differed by 0.005, and its standard deviation over seeds was 0.016. We measured this at a
+# width of 128 only (benchmarks/LOG.md, 2026-11-21).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -108,12 +118,16 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 
     Each polynomial (a, b, c) maps every singular value s to a s + b s^3 + c s^5, as a Newton-Schulz iteration does.
     """
+    # The product x x^T is smallest, [N, rows, rows], if the matrices are wide.
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalize(matrices.mT, polynomials).mT
-    x = matrices / frobenius_norm(matrices).clamp(min=1e-7)
+
+    # The polynomials need singular values of at most 1, and the Frobenius norm is an upper bound of them.
+    x = matrices / frobenius_norm(matrices).clamp(min=1e-7)  # [N, rows, columns], rows <= columns
+
     for a, b, c in polynomials:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = x @ x.mT  # [N, rows, rows]
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b gram + c gram^2) x
     return x
 
 
@@ -122,11 +136,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Muon orthogonalises the Nesterov momentum of each matrix. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row
     is then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
-    The update is scaled to a root mean square of 0.2, which is typical of AdamW (Liu et al. 2025, arXiv:2502.16982), so
-    that both use the same learning rate and weight decay, as in torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 
-    Matrices of the same shape are stacked and orthogonalised together: in bfloat16, or in float32 on a CPU, because few
-    CPUs compute in bfloat16.
+    The update is multiplied by 0.2 sqrt(max(rows, columns)), as in torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw". An orthogonal matrix then has a root mean square of 0.2, which is typical of AdamW's
+    updates (Liu et al. 2025, arXiv:2502.16982), so both can use the same learning rate and weight decay. But the result
+    of `orthogonalize` is only roughly orthogonal. At widths of 128 to 768 we measured a root mean square of 0.18 to
+    0.29 for Gaussian matrices, and of 0.02 to 0.06 for matrices of rank 4 with 1% noise, because singular values below
+    0.001 remain small.
+
+    Matrices of the same shape are stacked and orthogonalised together, in bfloat16 on a GPU and in float32 on a CPU,
+    because few CPUs compute in bfloat16.
     """
 
     def __init__(self, muon_weights: list[nn.Parameter], adamw: torch.optim.AdamW, config: OptimizerConfig):
@@ -137,6 +156,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """Update the weights once from the gradients in `.grad`."""
+        # Muon updates the first group, all matrices of one shape together.
         muon, by_shape = self.param_groups[0], {}
         for weight in muon["params"]:
             if weight.grad is not None:
@@ -146,17 +166,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
             num_together = max(1, MAX_GATHERED_ELEMENTS // shape.numel()) if is_sharded(weights[0]) else len(weights)
             for start in range(0, len(weights), num_together):
                 self._muon_step(weights[start : start + num_together], muon)
-        # AdamW updates the groups and the state of this optimizer, so that one state_dict contains both. They are
-        # assigned in every step because load_state_dict replaces them.
+
+        # AdamW updates the other groups. It uses the groups and the state of this optimizer, so that one state_dict
+        # contains both. They are assigned in every step because load_state_dict replaces them.
         self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
         self.adamw.step()
 
     def _muon_step(self, weights: list[nn.Parameter], group: dict) -> None:
-        """Update matrices of the same shape, sharded or not, from their gradients.
+        """Update N matrices of one shape, [rows, columns], from their gradients; FSDP2 shards all of them or none.
 
         torch's foreach_lerp_, foreach_mul_ and foreach_add_ apply lerp_, mul_ and add_ to each tensor of a list.
         """
         (beta1, beta2), lr = group["betas"], group["lr"]
+
+        # Collect the gradients and the state, which is created in the first update of a weight.
         gradients: list[Tensor] = []
         for weight in weights:
             assert weight.grad is not None, "step selects the weights that have gradients"
@@ -164,19 +187,29 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 self.state[weight]["second_momentum_buffer"] = torch.zeros(len(weight), 1, device=weight.device)
-        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-        squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]  # each [rows, columns]
+        mean_squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]  # each [rows, 1]
+
+        # Nesterov momentum. It is computed in place on clones, because torch 2.11, with which the GPU tests last ran,
+        # has no out-of-place foreach_lerp for sharded tensors. torch 2.13 has it: once 2.11 is out of use,
+        # `foreach_lerp(gradients, momenta, beta1)` gives the same bits (test_muon_on_sharded_matrices_equals_whole).
         foreach_lerp_(momenta, gradients, 1 - beta1)
-        # Copies, because the out-of-place foreach_lerp of torch 2.11 to 2.13 does not support sharded tensors.
         nesterov_momenta = [gradient.clone() for gradient in gradients]
         foreach_lerp_(nesterov_momenta, momenta, beta1)
-        nesterov = full_tensor(torch.stack(nesterov_momenta))
+
+        # Orthogonalisation. Each row of the result depends on all rows, so sharded matrices are gathered.
+        nesterov = full_tensor(torch.stack(nesterov_momenta))  # [N, rows, columns]
         dtype = torch.float32 if nesterov.device.type == "cpu" else torch.bfloat16
-        updates = orthogonalize(nesterov.to(dtype)).float()
-        foreach_lerp_(squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)
-        normalized = updates * torch.stack(squares).clamp(min=1e-10).rsqrt()
+        updates = orthogonalize(nesterov.to(dtype)).float()  # [N, rows, columns]
+
+        # NorMuon: divide each row by its root mean square over time, then restore the norm of the matrix.
+        foreach_lerp_(mean_squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)
+        normalized = updates * torch.stack(mean_squares).clamp(min=1e-10).rsqrt()
         updates = normalized * (frobenius_norm(updates) / frobenius_norm(normalized).clamp(min=1e-7))
+
+        # Decoupled weight decay.
         foreach_mul_(weights, 1 - lr * group["weight_decay"])
+
+        # Update the weights. The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)).
         updates = [shard_like(weight, update) for weight, update in zip(weights, updates, strict=True)]
-        # The root mean square of an orthogonal matrix [rows, columns] is 1 / sqrt(max(rows, columns)).
         foreach_add_(weights, updates, alpha=-lr * 0.2 * math.sqrt(max(nesterov.shape[-2:])))

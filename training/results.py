@@ -1,22 +1,23 @@
-"""The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes.
+"""The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step late.
 
-Three calls per step hide the all-reduce and the copy to the host behind computation:
+The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
+device computes the next step, and one all-reduce gathers all values of a step. `train_step` and the loop call:
 
-1. `send`, after the last backward, starts one small all-reduce, which overlaps the clipping of the gradients.
-2. `finish`, after the clipping, waits for the all-reduce (with NCCL only the CUDA stream waits), adds the gradient
-   norm and starts the copy to the host.
-3. `read` returns the result of the previous step, while the device computes the current one. With `wait`, it returns
-   the result of the current step. The loop waits only if something depends on that result: a log line, an evaluation,
-   a checkpoint, or, if updates may be skipped, every update.
+1. `start_all_reduce` after the last backward. The all-reduce overlaps the clipping of the gradients.
+2. `add_grad_norm` after the clipping. It waits for the all-reduce and starts the copy to the host.
+3. `read`, which returns the result of the previous step. With `wait`, it waits for the result of the current step. The
+   loop does so only if something depends on that result: a log line, an evaluation, a checkpoint, or, if updates may be
+   skipped, every update.
 
-A process that wants all processes to stop says so in the same all-reduce.
+The all-reduce also carries the stop flag: a process that received a signal sets it, and all processes then stop after
+the same step.
 """
 
 import math
 import shlex
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,9 +42,9 @@ RESERVED_NAMES = {
     "bytes",
 }
 
-# The columns of `_Pending.rows`, which has one row per process. NUM_TARGETS and GRAD_NORM are global, so only row 0 has
-# them. From column MICRO_BATCHES on, a row has the values of one local micro-batch after another: its loss, then the
-# sum and the count of each auxiliary metric.
+# The columns of `_Pending.rows`, which has one row for each process. NUM_TARGETS and GRAD_NORM are the same on all
+# processes, so only row 0 has them. The columns from MICRO_BATCHES on belong to the local micro-batches, one after
+# another. Each micro-batch has its loss, and then the sum and the count of each auxiliary metric.
 NUM_TARGETS, GRAD_NORM, STOP, MICRO_BATCHES = range(4)
 
 
@@ -57,24 +58,21 @@ class NonFiniteError(RunError):
         self.cause = cause
 
 
-def exact_sum(values: Sequence[float]) -> float:
-    """Return the sum, rounded only once; NaN if a value is not finite."""
+def fsum_or_nan(values: Sequence[float]) -> float:
+    """Return the sum, rounded only once and so the same in any order; NaN if a value is not finite."""
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
-    """Return exact_sum(sums) / exact_sum(counts); NaN if the count is 0 or a value is not finite."""
-    count = exact_sum(counts)
-    return exact_sum(sums) / count if count else math.nan
+    """Return the sum of `sums` divided by the sum of `counts`; NaN if that is 0 or a value is not finite."""
+    count = fsum_or_nan(counts)
+    return fsum_or_nan(sums) / count if count else math.nan
 
 
 def fill_slots(buffer: Tensor, values: Sequence[Tensor | float]) -> None:
-    """Write numbers and 0-dim tensors to the first elements of a 1-dim buffer.
-
-    `buffer[slot] = value` would copy numbers from the CPU, which synchronises with the GPU.
-    """
+    """Write numbers and 0-dim tensors to the first elements of a 1-dim buffer, without waiting for the device."""
     for slot, value in enumerate(values):
-        buffer[slot].fill_(value)
+        buffer[slot].fill_(value)  # `buffer[slot] = value` would copy a number from the host, which waits for the GPU
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -86,7 +84,7 @@ class Skipped(NamedTuple):
     """Numbers of updates that were skipped because their loss or gradient was not finite."""
 
     total: int = 0
-    consecutive: int = 0
+    in_a_row: int = 0
     """Length of the current streak, as of the last step that was read."""
 
 
@@ -99,7 +97,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """True if any process asked all to stop in a step that this `read` covers."""
+    """Whether any process asked all processes to stop, in the steps that this call of `read` read."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
@@ -117,7 +115,7 @@ class _Pending:
 
 
 class Results:
-    """Gathers the results of each step from all processes (`send`, `finish`, `read`).
+    """Gathers the results of each step from all processes; see the top of this file for the order of the calls.
 
     Attributes:
         skipped: the skipped updates since step 0; checkpoints contain them.
@@ -128,7 +126,7 @@ class Results:
         rank: int,
         num_processes: int,
         device: torch.device,
-        max_consecutive_skips: int = 0,
+        max_skipped_in_a_row: int = 0,
         run_directory: Path | None = None,
     ):
         """Start without pending results and without skipped updates.
@@ -137,12 +135,12 @@ class Results:
             rank: the data-parallel rank of this process.
             num_processes: the number of data-parallel processes.
             device: the device of the model and of the all-reduce.
-            max_consecutive_skips: the number of consecutive updates that may be skipped because the loss or the
-                gradient is not finite.
+            max_skipped_in_a_row: the number of consecutive steps whose loss or gradient may be infinite or NaN, because
+                the loop skips their updates. With 0, the first such step raises NonFiniteError.
             run_directory: shown in the replay command of NonFiniteError.
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
-        self.max_consecutive_skips, self.run_directory = max_consecutive_skips, run_directory
+        self.max_skipped_in_a_row, self.run_directory = max_skipped_in_a_row, run_directory
         self.skipped = Skipped()
         self._names: list[str] = []
         self._pending: deque[_Pending] = deque()
@@ -164,91 +162,110 @@ class Results:
             )
 
     @torch.no_grad()
-    def send(self, completed_steps: int, outputs: Sequence[tuple[Tensor, MetricSums]], stop: bool) -> None:
+    def start_all_reduce(
+        self, completed_steps: int, outputs: Sequence[tuple[Tensor, MetricSums]], num_targets: Tensor, stop: bool
+    ) -> None:
         """Start the all-reduce of a step's losses and metrics.
 
         Args:
             completed_steps: the number of steps including this one.
-            outputs: for each local micro-batch the loss (0-dim: its sum divided by the number of targets of the global
-                batch) and the auxiliary metrics.
+            outputs: for each local micro-batch the loss (0-dim: its sum divided by `num_targets`) and the auxiliary
+                metrics.
+            num_targets: the number of target tokens in the global batch, 0-dim.
             stop: whether this process asks all processes to stop.
 
         Raises:
             RunError: the names of the auxiliary metrics are not those that were registered.
         """
+        # List the values of this process.
         values: list[Tensor | float] = []
         for loss, auxiliary in outputs:
             if list(auxiliary) != self._names:
                 names = f"{self._names} at first and {list(auxiliary)} now"
                 raise RunError(f"the model reported {names}; the names must not change")
             values += [loss, *(value for pair in auxiliary.values() for value in pair)]
-        # Each process fills its own row and the others are 0, so the all-reduce gathers the rows without rounding. The
-        # host adds the values, in the same order on any number of processes.
+
+        # Each process fills only its own row. The sum over processes then adds zeros, so it gathers the rows without
+        # rounding, and the host adds the micro-batches in the same order on any number of processes.
         shape = self.num_processes, MICRO_BATCHES + len(values)
-        rows = torch.zeros(shape, dtype=sum_dtype(self.device), device=self.device)
+        rows = torch.zeros(shape, dtype=sum_dtype(self.device), device=self.device)  # [processes, columns]
+        if self.rank == 0:
+            rows[0, NUM_TARGETS].fill_(num_targets)
         rows[self.rank, STOP].fill_(stop)
         fill_slots(rows[self.rank, MICRO_BATCHES:], values)
+
         all_reduce = dist.all_reduce(rows, async_op=True) if self.num_processes > 1 else None
         self._pending.append(_Pending(completed_steps, rows, all_reduce))
 
     @torch.no_grad()
-    def finish(self, num_targets: Tensor, grad_norm: Tensor) -> None:
-        """Add the global number of targets and the gradient norm, both 0-dim, and start the copy to the host."""
+    def add_grad_norm(self, grad_norm: Tensor) -> None:
+        """Add the gradient norm, 0-dim, to the results of the step, and start their copy to the host."""
         pending = self._pending[-1]
         if pending.all_reduce is not None:
-            pending.all_reduce.wait()
-        pending.rows[0, NUM_TARGETS].fill_(num_targets)
+            pending.all_reduce.wait()  # with NCCL only the CUDA stream waits, with gloo the host
         pending.rows[0, GRAD_NORM].fill_(grad_norm)
+
+        # The copy from a GPU is asynchronous, into pinned memory; the event tells `read` that it is complete.
         on_cuda = self.device.type == "cuda"
         pending.rows = pending.rows.to("cpu", non_blocking=on_cuda)
         pending.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
     def read(self, wait: bool = False) -> Result | None:
-        """Return the newest result, or None if there is none yet.
+        """Return the result of the previous step, or None if there is none yet.
 
-        With `wait`, it is the result of the current step. Otherwise it is the result of the previous step; if that
-        asks to stop, the current step is read too, so that all processes stop after it.
+        With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
+        too, so that all processes stop after it.
 
         Raises:
-            NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_consecutive_skips`
+            NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
                 consecutive steps is infinite or NaN.
         """
         stop = False
-        while len(self._pending) > 1 or (self._pending and (wait or stop)):
-            self._newest = self._read_oldest(stop)
-            stop = self._newest.stop
+        while len(self._pending) > (0 if wait or stop else 1):
+            result = self._read_oldest()
+            stop = stop or result.stop
+            self._newest = replace(result, stop=stop)
         return self._newest
 
-    def _read_oldest(self, stop: bool) -> Result:
+    def _read_oldest(self) -> Result:
         """Read the oldest pending step, count skipped updates, and raise NonFiniteError if there are too many."""
         pending = self._pending.popleft()
         if pending.copied is not None:
-            pending.copied.synchronize()
-        rows: list[list[float]] = pending.rows.tolist()
-        num_targets, grad_norm = rows[0][NUM_TARGETS], rows[0][GRAD_NORM]
-        stop = stop or any(row[STOP] for row in rows)
-        # One value per micro-batch of the global batch, in their order, in each of these lists.
-        values, columns = [value for row in rows for value in row[MICRO_BATCHES:]], 1 + 2 * len(self._names)
-        losses, *metrics = (values[column::columns] for column in range(columns))
-        loss = exact_sum(losses)
-        sums_and_counts = zip(self._names, metrics[::2], metrics[1::2], strict=True)
-        # A metric "loss" of the model replaces the training objective in `means`, but not in the test below.
-        means = {"loss": loss} | {name: mean(sums, counts) for name, sums, counts in sums_and_counts}
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        total, consecutive = self.skipped
-        total, consecutive = (total, 0) if finite else (total + 1, consecutive + 1)
-        self.skipped = Skipped(total, consecutive)
-        if consecutive > self.max_consecutive_skips:
-            step = pending.completed_steps
-            # If all losses are finite but the gradient is not, any process may be the cause.
-            suspects = [i for i, value in enumerate(losses) if not math.isfinite(value)] or range(len(losses))
-            ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
-            repeated = f", {consecutive} times in a row" if consecutive > 1 else ""
-            without_targets = "" if num_targets else ", no target token in the global batch"
-            raise NonFiniteError(
-                f"step {step}: loss = {loss}, gradient norm = {grad_norm}{repeated}{without_targets}, in micro-batches "
-                f"of process(es) {ranks}",
-                "; no checkpoint contains this step. To inspect the step: "
-                f"python -m tools.replay {shlex.quote(str(self.run_directory))} {step}",
-            )
+            pending.copied.synchronize()  # the host waits here until the device has computed the step
+        rows = pending.rows
+        num_targets, grad_norm = rows[0, NUM_TARGETS].item(), rows[0, GRAD_NORM].item()
+        stop = bool(rows[:, STOP].any())
+
+        # Split the rows into micro-batches, in the order of the global batch: [micro-batches, 1 + 2 metrics].
+        micro_batches = rows[:, MICRO_BATCHES:].reshape(-1, 1 + 2 * len(self._names))
+        losses, *sums_and_counts = micro_batches.T.tolist()
+
+        # Add up the micro-batches. The training objective decides whether the step is finite, also if the model reports
+        # a metric named "loss", which replaces the objective in `means`.
+        objective = fsum_or_nan(losses)
+        sums, counts = sums_and_counts[::2], sums_and_counts[1::2]
+        means = {"loss": objective} | dict(zip(self._names, map(mean, sums, counts), strict=True))
+        finite = math.isfinite(objective) and math.isfinite(grad_norm)
+
+        # Count skipped updates.
+        total, in_a_row = self.skipped
+        self.skipped = Skipped(total, 0) if finite else Skipped(total + 1, in_a_row + 1)
+        if self.skipped.in_a_row > self.max_skipped_in_a_row:
+            raise self._non_finite_error(pending.completed_steps, losses, grad_norm, num_targets)
         return Result(means, grad_norm, stop, finite)
+
+    def _non_finite_error(
+        self, step: int, losses: Sequence[float], grad_norm: float, num_targets: float
+    ) -> NonFiniteError:
+        # If all losses are finite but the gradient is not, any process may be the cause.
+        suspects = [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or range(len(losses))
+        ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
+        in_a_row = self.skipped.in_a_row
+        repeated = f", {in_a_row} times in a row" if in_a_row > 1 else ""
+        without_targets = "" if num_targets else ", no target token in the global batch"
+        return NonFiniteError(
+            f"step {step}: loss = {fsum_or_nan(losses)}, gradient norm = {grad_norm}{repeated}{without_targets}, in "
+            f"micro-batches of process(es) {ranks}",
+            "; no checkpoint contains this step. To inspect the step: "
+            f"python -m tools.replay {shlex.quote(str(self.run_directory))} {step}",
+        )

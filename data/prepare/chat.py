@@ -66,8 +66,20 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
 
 
 def _without_nulls(item: dict[str, Any]) -> dict[str, Any]:
-    """Remove keys whose value is null: in a table, those that only other rows have."""
+    """Remove keys whose value is null: many programs write them for what a message lacks."""
     return {key: value for key, value in item.items() if value is not None}
+
+
+def without_added_nulls(value: Any) -> Any:
+    """Remove keys whose value is null at every depth of a value read from Arrow.
+
+    There, all objects in one place have the same keys, also those that only other rows have.
+    """
+    if isinstance(value, list):
+        return [without_added_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_added_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _template_arguments(row: dict[str, Any]) -> dict[str, Any]:

@@ -255,11 +255,17 @@ def prepare(config: PrepareConfig) -> dict:
     _check_conversations(config, source, held_out)
     work = Path(f"{out}.partial")
     cache = work / "cache"
+    request_file, content = cache / "request", json.dumps(request).encode()
+    # A process that was killed before it wrote the request has left only these.
+    own = cache / "lock", *cache.glob("request*"), cache
+    others = [path for path in work.rglob("*") if path not in own]
+    if work.is_symlink() or (others and not request_file.exists()):
+        raise ConfigError(f"out: {work} is needed for this, but has other files; move it, or name another folder")
+    new_folders = [folder for folder in work.parents if not folder.exists()]
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock_file:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")
-        request_file, content = cache / "request", json.dumps(request).encode()
         # The tokenizer is the first file that depends on the request.
         if (work / "tokenizer").exists() and request_file.read_bytes() != content:
             raise ConfigError(f"out: {work} was begun from another source or with other settings; remove it first")
@@ -268,6 +274,9 @@ def prepare(config: PrepareConfig) -> dict:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
         except ConfigError:
             shutil.rmtree(work)
+            with suppress(OSError):  # another process uses one of them
+                for folder in new_folders:
+                    folder.rmdir()
             raise
         metadata["digest"] = metadata_digest(metadata)
         write_atomically(work / "metadata.json", json.dumps(metadata, indent=1).encode())

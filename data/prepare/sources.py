@@ -171,7 +171,8 @@ class Source:
 
     def _read_records(self, place: str) -> Iterator[dict]:
         if self.dataset is not None:
-            yield from self.dataset
+            for row in self.dataset:
+                yield {name: chat.without_added_nulls(value) for name, value in row.items()}
         elif get_file_type(place) == ".jsonl":
             with open_text(place, self.errors) as lines:
                 yield from (json.loads(line) for line in check_decoded(lines, place) if not line.isspace())
@@ -179,7 +180,8 @@ class Source:
             with pyarrow.parquet.ParquetFile(place) as file:
                 names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
                 for batch in file.iter_batches(256, columns=names or None):
-                    yield from batch.to_pylist()
+                    for row in batch.to_pylist():
+                        yield {name: chat.without_added_nulls(value) for name, value in row.items()}
 
 
 def find_files(pattern: str) -> list[str]:

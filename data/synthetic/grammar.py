@@ -165,8 +165,11 @@ class Grammar:
             for option in options:
                 words = self._first_words(option, slots)
                 if text.startswith(words, position):
-                    weights = functools.partial(self._weights_of_templates, rule, known)
-                    derivation.choices.append(_Choice(position, words, len(options), weights))
+
+                    def weights_of_options() -> Counter[str]:
+                        return _weights_of_prefixes((self._first_words(option, known), 1) for option in options)
+
+                    derivation.choices.append(_Choice(position, words, len(options), weights_of_options))
                     return option
             raise _NoDerivation
 
@@ -217,11 +220,8 @@ class Grammar:
             words += piece.text or self._word(piece, slots)
         return words
 
-    def _weights_of_templates(self, rule: str, slots: Slots) -> Counter[str]:
-        return _weights_of_prefixes((self._first_words(pieces, slots), 1) for pieces in self.rules[rule])
-
-    def _survey(self, rule: str, before: dict[str, set[str]], found: set[str]) -> tuple[int, dict[str, set[str]]]:
-        """Add the tokens of all derivations of a rule to `found`.
+    def _survey(self, rule: str, before: dict[str, set[str]], vocabulary: set[str]) -> tuple[int, dict[str, set[str]]]:
+        """Add the tokens of all derivations of a rule to `vocabulary`.
 
         Return the largest number of tokens in one derivation, and the slots that every derivation leaves filled, each
         with the tables that may have filled it. `before` holds the slots before the rule in the same form.
@@ -233,7 +233,7 @@ class Grammar:
                 if table:
                     slots[slot] = {table}
                 if inner:
-                    inner_count, slots = self._survey(inner, slots, found)
+                    inner_count, slots = self._survey(inner, slots, vocabulary)
                     count += inner_count
                 elif slot and (other or slot) not in slots:
                     raise ValueError(f"rule {rule}: slot {{{other or slot}}} may be empty here: {pieces}")
@@ -245,11 +245,11 @@ class Grammar:
                     except KeyError:
                         problem = f"{slots[slot]} may fill {{{slot}}}, not all with .{form.strip()}"
                         raise ValueError(f"rule {rule}: {problem}") from None
-                    found.update(*(words for words, _ in tokens))
+                    vocabulary.update(*(words for words, _ in tokens))
                     count += max(length for _, length in tokens)
                 else:
                     tokens = TOKEN.findall(text)
-                    found.update(tokens)
+                    vocabulary.update(tokens)
                     count += len(tokens)
             most = max(most, count)
             afters.append(slots)
@@ -259,7 +259,7 @@ class Grammar:
 
 def log_probability(inverse_probs: Sequence[float]) -> float:
     """Return the log-probability, in nats, of a derivation, given the inverse probability of each choice."""
-    return math.fsum(math.log(1 / each) for each in inverse_probs)
+    return math.fsum(math.log(1 / inverse_prob) for inverse_prob in inverse_probs)
 
 
 class _Table:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from data.loader import BatchLoader, load_batch, split_micro_batches
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset
 
@@ -32,13 +32,13 @@ class Rows(Dataset):
 
 
 def load(start, stop, rank=0, num_processes=1, num_workers=0, order=None, micro_batch_size=2):
-    order = order or GlobalBatches(50, 12, 7, 4, 9)  # batch size warm-up
+    order = order or GlobalBatches(50, BatchSizes(12, 4, 9), 7)  # batch size warm-up
     loader = BatchLoader(Rows(), order, micro_batch_size, CPU, rank, num_processes, num_workers)
     return [[batch["input_ids"][:, 0].tolist() for batch in batches] for batches in loader.batches(start, stop)]
 
 
 def test_batches_follow_the_order():
-    order = GlobalBatches(50, 12, 7, 4, 9)
+    order = GlobalBatches(50, BatchSizes(12, 4, 9), 7)
     for step, micro_batches in enumerate(load(0, 12)):
         assert {len(rows) for rows in micro_batches} == {2}
         assert sum(micro_batches, []) == order.indices(step)
@@ -89,7 +89,7 @@ def test_split_micro_batches_keeps_rows_together():
 
 
 def test_hanging_worker_ends_the_batches():
-    order = GlobalBatches(50, 4, 0)
+    order = GlobalBatches(50, BatchSizes(4), 0)
     dataset = Rows(hanging=order.indices(1)[0])
     others, batches = (
         active_children(),
@@ -104,11 +104,12 @@ def test_hanging_worker_ends_the_batches():
 
 
 def test_longest_timeout_is_accepted():
-    loader = BatchLoader(Rows(), GlobalBatches(5, 1, 0), 1, CPU, num_workers=1, timeout_seconds=(2**31 - 1) / 2)
+    order, timeout_seconds = GlobalBatches(5, BatchSizes(1), 0), (2**31 - 1) / 2
+    loader = BatchLoader(Rows(), order, 1, CPU, num_workers=1, timeout_seconds=timeout_seconds)
     assert len(list(loader.batches(0, 2))) == 2
 
 
 def test_error_of_the_dataset_is_raised():
-    loader = BatchLoader(Rows(broken=3), GlobalBatches(5, 1, 0), 1, CPU, num_workers=1)
+    loader = BatchLoader(Rows(broken=3), GlobalBatches(5, BatchSizes(1), 0), 1, CPU, num_workers=1)
     with pytest.raises(ValueError, match="row 3 is broken"):
         list(loader.batches(0, 5))

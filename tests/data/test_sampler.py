@@ -54,7 +54,7 @@ def test_permute_scatters_neighbours():
 
 
 def test_indices_use_constant_memory():
-    batches = GlobalBatches(num_samples=10**12, global_batch_size=512, seed=1)
+    batches = GlobalBatches(num_samples=10**12, sizes=BatchSizes(512), seed=1)
     tracemalloc.start()
     far = batches.indices(10**9)
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -65,21 +65,21 @@ def test_indices_use_constant_memory():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 6])
 def test_global_batch_is_independent_of_process_count(num_processes):
-    batches = GlobalBatches(num_samples=100, global_batch_size=12, seed=3)
+    batches = GlobalBatches(num_samples=100, sizes=BatchSizes(12), seed=3)
     for step in (0, 1, 8, 10**7):  # steps 8 and 10**7 hold the end of one epoch and the start of the next
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         assert sum(local_batches, []) == batches.indices(step)
 
 
 def test_each_epoch_visits_samples_in_another_order():
-    batches = GlobalBatches(num_samples=10, global_batch_size=4, seed=3)
+    batches = GlobalBatches(num_samples=10, sizes=BatchSizes(4), seed=3)
     visited = sum((batches.indices(step) for step in range(5)), [])  # 20 samples: two epochs
     assert sorted(visited[:10]) == sorted(visited[10:]) == list(range(10))
     assert visited[:10] != visited[10:]
 
 
 def test_batch_may_exceed_corpus():
-    batch = GlobalBatches(num_samples=3, global_batch_size=7, seed=0).indices(0)
+    batch = GlobalBatches(num_samples=3, sizes=BatchSizes(7), seed=0).indices(0)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
 
 
@@ -104,24 +104,24 @@ def test_batch_sizes_grow_evenly():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_growing_batches_skip_no_sample(num_processes):
-    batches = GlobalBatches(10, 12, 3, 4, 5)
+    batches = GlobalBatches(10, BatchSizes(12, 4, 5), 3)
     visited = batches.at(np.arange(68)).tolist()
     begin = 0
     for step, size in enumerate([4, 4, 4, 8, 8, 12, 12, 12]):
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         assert sum(local_batches, []) == visited[begin : begin + size] and len({*map(len, local_batches)}) == 1
         begin += size
-    assert begin == 64 == batches.sequences_before(8)
+    assert begin == 64 == batches.sizes.sequences_before(8)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (600,), (3000,), (600, 4, 9)], ids="of {0} samples".format)
 def test_indices_do_not_depend_on_earlier_calls(sizes):
     """However many steps are computed together: all, a few, or one."""
-    batches, steps = GlobalBatches(300, sizes[0], 0, *sizes[1:]), range(20)
-    bounds = [batches.sequences_before(step) for step in range(21)]
+    batches, steps = GlobalBatches(300, BatchSizes(*sizes), 0), range(20)
+    bounds = [batches.sizes.sequences_before(step) for step in range(21)]
     expected = [batches.at(np.arange(*pair)).tolist() for pair in pairwise(bounds)]
     assert [batches.indices(step) for step in steps] == expected
-    assert [GlobalBatches(300, sizes[0], 0, *sizes[1:]).indices(step) for step in steps] == expected
+    assert [GlobalBatches(300, BatchSizes(*sizes), 0).indices(step) for step in steps] == expected
     halves = [(batches.indices(step, 0, 2), batches.indices(step, 1, 2)) for step in reversed(steps)]
     assert [first + second for first, second in reversed(halves)] == expected
 

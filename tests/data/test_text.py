@@ -29,7 +29,7 @@ from data.corpus import load_corpus
 from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
 from data.prepare.tokenizer import save_tokenizer
-from data.sampler import MIX_BLOCK, GlobalBatches, MixedBatches, apportion, mix_quotas
+from data.sampler import MIX_BLOCK, BatchSizes, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
@@ -102,7 +102,7 @@ def test_loader_workers_read_same_samples(folder):
     dataset = open_split(folder / "a", packing="isolated")
     again = pickle.loads(pickle.dumps(dataset))
     assert dataset.values[0][0].tobytes() not in pickle.dumps(dataset), "tokens are not pickled, but mapped again"
-    order = GlobalBatches(len(dataset), 4, seed=1)
+    order = GlobalBatches(len(dataset), BatchSizes(4), seed=1)
     for workers in (0, 2):
         loader = BatchLoader(dataset, order, 4, torch.device("cpu"), num_workers=workers)
         for step, [batch] in enumerate(loader.batches(0, 5)):
@@ -155,7 +155,7 @@ def test_mix_quotas_sum_to_block(weights, quotas):
 
 def test_mixed_batches_keep_quotas_and_epochs():
     sizes, quotas = [37, 500, 10_000], [100, 300, 600]
-    batches = MixedBatches(sizes, quotas, global_batch_size=8, seed=3)
+    batches = MixedBatches(sizes, quotas, BatchSizes(8), seed=3)
     order = batches.at(np.arange(5 * MIX_BLOCK))
     corpus = np.searchsorted(np.cumsum(sizes), order, side="right")
     for block in corpus.reshape(5, MIX_BLOCK):
@@ -173,12 +173,12 @@ def test_mixed_batches_keep_quotas_and_epochs():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_mixed_batch_depends_only_on_seed_and_step(num_processes):
-    batches = MixedBatches([50, 70], [400, 600], global_batch_size=16, seed=3)
+    batches = MixedBatches([50, 70], [400, 600], BatchSizes(16), seed=3)
     for step in (0, 62, 10**7):  # step 62 holds the end of one block and the beginning of the next
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         positions = np.arange(step * 16, (step + 1) * 16)
         assert sum(local_batches, []) == [int(batches.at(np.array([p]))[0]) for p in positions]
-    assert batches.indices(0) != MixedBatches([50, 70], [400, 600], 16, seed=4).indices(0)
+    assert batches.indices(0) != MixedBatches([50, 70], [400, 600], BatchSizes(16), seed=4).indices(0)
 
 
 def test_load_corpus_of_mixture(folder):
@@ -641,12 +641,29 @@ def test_resume_refuses_changed_corpus(folder, runs, tmp_path):
     done = train_text(folder, runs, *arguments, exit_code=2)
     assert f"{file.name}: its size has changed" in done.stderr and "[step" not in done.stdout
     assert content(run / "checkpoints") == saved
-    status = json.loads((run / "status.json").read_text())
-    assert status["state"] == "failed" and file.name in status["reason"]
     shutil.rmtree(path)
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(31)), path, validation="hash:0.2")
     done = train_text(folder, runs, *arguments, exit_code=2)
     assert "data.hash" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_resume_compares_contents_of_modified_files(corpus, folder, runs):
+    """A file that was written since the last start, even with its old length and time, is read and compared."""
+    arguments = ["--data.path", corpus, "--global_batch_size", 4]
+    assert "modified" not in train_text(folder, runs, *arguments, "--stop_after", 1, exit_code=75).stdout
+    assert "modified" not in train_text(folder, runs, *arguments, "--stop_after", 2, exit_code=75).stdout
+    file = find_file(corpus)
+    copy = shutil.copyfile(file, corpus / "copy")
+    os.replace(copy, file)
+    done = train_text(folder, runs, *arguments, "--stop_after", 3, exit_code=75)
+    assert done.stdout.count("The corpus was modified since the last start of this run; comparing") == 1
+    before = content(runs / "run" / "checkpoints"), metrics(runs / "run")
+    flip(file, 100)
+    done = train_text(folder, runs, *arguments, exit_code=2)
+    assert f"train/{file.name}: it has another content than data.prepare wrote" in done.stderr
+    assert (content(runs / "run" / "checkpoints"), metrics(runs / "run")) == before
+    status = json.loads((runs / "run" / "status.json").read_text())
+    assert status["state"] == "failed" and file.name in status["reason"]
 
 
 @pytest.mark.parametrize("name", ["a", "bpe"])

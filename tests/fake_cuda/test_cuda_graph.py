@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from tests.conftest import TINY_STORIES, environment, metrics, thinned
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, thinned
 from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
 from tests.support import forked
 
@@ -117,6 +117,7 @@ def test_block_statistics_are_recorded_without_graph(folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "tools").exists(), reason="tools/ was removed")
 def test_step_is_replayed_on_cpu(folder, tmp_path):
     graphed = train("one_gpu", 1, *GRAPH, out_dir=tmp_path, precision="no")
     done = forked.run("tools.replay", [str(graphed.directory), "6"], 0, environment())

@@ -11,12 +11,12 @@ import pytest
 from tests.conftest import ROOT
 
 
-def make(target, directory, **options):
+def make(target, directory, *arguments, **options):
     """Run make as from a shell, although `make test` may have started the tests."""
     of_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
     environment = {name: value for name, value in os.environ.items() if name not in of_make}
     options = {"env": environment} | options
-    return subprocess.run(["make", target], cwd=directory, capture_output=True, text=True, **options)
+    return subprocess.run(["make", target, *arguments], cwd=directory, capture_output=True, text=True, **options)
 
 
 def copy_files(directory, *names):
@@ -27,7 +27,8 @@ def copy_files(directory, *names):
 
 def test_help_lists_every_target():
     listed = make("help", ROOT, check=True).stdout
-    for target in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE):
+    rules = (ROOT / "Makefile").read_text() + (ROOT / "tools" / "targets.mk").read_text()
+    for target in re.findall(r"^([a-z-]+):", rules, re.MULTILINE):
         assert f"make {target} " in listed
 
 

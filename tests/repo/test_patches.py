@@ -65,6 +65,56 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
             apply(name, tool, directory, "--reverse")
 
 
+def conflicts_with_first_release(repository):
+    """Patches of the first tag v1.* that do not apply to the working tree; None without such a tag."""
+
+    def git(*arguments, **options):
+        return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, **options)
+
+    tags = git("tag", "--list", "v1.*", "--sort=version:refname", check=True).stdout.split()
+    if not tags:
+        return None
+    patches = git("ls-tree", "--name-only", tags[0], "docs/patches/", check=True).stdout.split()
+    assert patches, f"{tags[0]} has no docs/patches"
+    texts = {patch: git("show", f"{tags[0]}:{patch}", check=True).stdout for patch in patches}
+    applied = {patch: git("apply", "--check", "-", input=text) for patch, text in texts.items()}
+    return {patch: done.stderr for patch, done in applied.items() if done.returncode}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone, so it has no tags")
+def test_patches_of_first_release_apply():
+    """docs/stability.md states it."""
+    conflicts = conflicts_with_first_release(ROOT)
+    if conflicts is None:
+        pytest.skip("there is no tag v1.*: version 1.0 is not released, or this clone was made without tags")
+    assert not conflicts
+
+
+def test_conflict_with_first_release_is_found(tmp_path):
+    def git(*arguments):
+        words = ["git", "-c", "user.name=Test", "-c", "user.email=test@example.org", *arguments]
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    lines = [f"line {number}\n" for number in range(9)]
+    (tmp_path / "train.py").write_text("".join(lines))
+    git("add", ".")
+    (tmp_path / "train.py").write_text("".join([*lines[:4], "edited\n", *lines[5:]]))
+    (tmp_path / "docs" / "patches").mkdir(parents=True)
+    (tmp_path / "docs" / "patches" / "edit.patch").write_text(git("diff", "-U1"))
+    (tmp_path / "train.py").write_text("".join(lines))
+    git("add", ".")
+    git("commit", "--quiet", "--message", "release")
+    assert conflicts_with_first_release(tmp_path) is None
+    git("tag", "v1.0.0")
+    git("tag", "v1.10.0")
+    (tmp_path / "docs" / "patches" / "edit.patch").unlink()
+    (tmp_path / "train.py").write_text("".join(["new\n", *lines]))
+    assert conflicts_with_first_release(tmp_path) == {}
+    (tmp_path / "train.py").write_text("".join([*lines[:4], "other\n", *lines[5:]]))
+    assert list(conflicts_with_first_release(tmp_path)) == ["docs/patches/edit.patch"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "experiments",

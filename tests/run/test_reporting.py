@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from config.schema import TrackingConfig, TrainConfig
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -71,7 +71,7 @@ def test_metrics_are_independent_of_process_count(reported):
 def test_auxiliary_metrics_are_divided_by_own_count(reported):
     _, (rows, _), run = reported
     model, dataset = network(), StoriesDataset("train", 20, 0, 128)
-    loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, 6, 0).indices(0)])
+    loss, z_loss, _, targets = by_hand(model, [dataset[i] for i in GlobalBatches(20, BatchSizes(6), 0).indices(0)])
     term = sum(HELP * i * block.mlp.down_proj.weight.square().mean() for i, block in enumerate(model.blocks, start=1))
     (loss + Z_LOSS * z_loss + term).backward()
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -91,8 +91,8 @@ def become(
 ) -> None:
     """Run `python script arguments` in this forked process, with its output in the two files.
 
-    The script may be `-m` or `-c`. Processes started by mp.spawn or torchrun, or by torch's launcher for the script
-    `accelerate`, are forks as well.
+    The script may be a file, the name of a module or `-c`. Processes started by mp.spawn or torchrun, or by torch's
+    launcher for the script `accelerate`, are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     # Data workers start as in any program, not in a server of their own.
@@ -111,11 +111,8 @@ def become(
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
         subprocess_handler.Popen = ForkedPopen
-    if script not in ("-c", "-m"):
+    if script.endswith(".py") or "/" in script:
         sys.argv = [script, *arguments]
-        if not script.endswith(".py") and "/" not in script:  # a module, as with python -m
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-            return
         runpy.run_path(script, run_name="__main__")
         return
     import torch.distributed.run
@@ -123,11 +120,12 @@ def become(
 
     torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.distributed.run.main = fork_ranks
-    sys.argv = arguments
-    if script == "-m":
-        runpy.run_module(arguments[0], run_name="__main__")
-    else:
+    if script == "-c":
+        sys.argv = arguments
         exec(arguments[0], {"__name__": "__main__"})
+    else:
+        sys.argv = [script, *arguments]
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 class Launch:

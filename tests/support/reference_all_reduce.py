@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
@@ -33,7 +33,7 @@ def main(out_file: str, steps: int) -> None:
         dropout=0.0,
     )
     model = GPTModel(config)
-    dataset, order = StoriesDataset("train", 20, 0, 128), GlobalBatches(20, BATCH, 0)
+    dataset, order = StoriesDataset("train", 20, 0, 128), GlobalBatches(20, BatchSizes(BATCH), 0)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from data.sampler import GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.random_tokens import RandomTokensDataset
 from examples import gpt_ddp, ring_allreduce
 
@@ -23,7 +23,8 @@ class OrderOfTrain:
     """Replaces DistributedSampler: samples of this process in global batches 0, 1, 2, ..."""
 
     def __init__(self, dataset, num_replicas, rank, shuffle, seed):
-        self.order, self.steps = GlobalBatches(len(dataset), 8 * num_replicas, seed), len(dataset) // (8 * num_replicas)
+        self.order = GlobalBatches(len(dataset), BatchSizes(8 * num_replicas), seed)
+        self.steps = len(dataset) // (8 * num_replicas)
         self.rank, self.num_replicas = rank, num_replicas
 
     def __len__(self):

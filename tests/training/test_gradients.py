@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.support import forked
 from tests.support.forked import server
-from training.gradients import backward, complete_gradients, first_backward
+from training.gradients import backward, fill_missing_gradients, first_backward
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -79,7 +79,7 @@ def test_unused_parameters_get_zero_used_mean_gradient(trained):
         losses = [network(inputs(step, r), chosen[0]) + network(inputs(step, r), chosen[r]) for r in range(3)]
         network.zero_grad()
         (sum(losses) / 3).backward()
-        complete_gradients(list(network.parameters()))
+        fill_missing_gradients(list(network.parameters()))
         for of_process in trained[0]:
             for gradient, parameter in zip(of_process[step], network.parameters(), strict=True):
                 torch.testing.assert_close(gradient, parameter.grad)
@@ -94,7 +94,7 @@ def test_gradients_do_not_depend_on_first_batch(trained):
 def test_missing_gradients_become_zero():
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     parameters[0].grad = torch.full((3,), 6.0)
-    complete_gradients(parameters)
+    fill_missing_gradients(parameters)
     assert parameters[0].grad.tolist() == [6.0] * 3 and parameters[1].grad.tolist() == [0.0] * 3
 
 

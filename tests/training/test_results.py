@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 def send(results, *outputs, num_targets=12, grad_norm=1.0, stop=False, step=1):
     """Send a step whose micro-batches have these losses, or pairs of a loss and auxiliary metrics."""
     outputs = [output if isinstance(output, tuple) else (output, {}) for output in outputs]
-    results.send(step, [(torch.tensor(loss), auxiliary) for loss, auxiliary in outputs], stop)
-    results.finish(torch.tensor(num_targets), torch.tensor(grad_norm))
+    outputs = [(torch.tensor(loss), auxiliary) for loss, auxiliary in outputs]
+    results.start_all_reduce(step, outputs, torch.tensor(num_targets), stop)
+    results.add_grad_norm(torch.tensor(grad_norm))
 
 
 def test_nan_loss_names_process_and_replay(monkeypatch):
@@ -40,13 +41,13 @@ def test_batch_without_targets_is_reported():
 
 
 def test_skipped_updates_are_counted_and_limited():
-    results = Results(0, 1, CPU, max_consecutive_skips=2)
+    results = Results(0, 1, CPU, max_skipped_in_a_row=2)
     results.skipped = (5, 0)  # from a checkpoint
     for loss, skipped in ((math.inf, (6, 1)), (1.0, (6, 0)), (math.nan, (7, 1)), (math.nan, (8, 2))):
         send(results, loss)
         assert results.read(wait=True).finite == math.isfinite(loss) and results.skipped == skipped
     send(results, math.nan)
-    with pytest.raises(NonFiniteError, match="3 times in a row"):
+    with pytest.raises(NonFiniteError, match="3 times in a row, in micro-batches of process"):
         results.read(wait=True)
 
 
@@ -58,7 +59,7 @@ class ForbidItemAssignment(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_send_copies_numbers_without_synchronisation():
+def test_numbers_are_copied_without_synchronisation():
     results = Results(0, 1, CPU)
     results.register_names({"rows": (0, 0)})
     with ForbidItemAssignment():
@@ -112,7 +113,7 @@ def test_changed_or_reserved_names_are_refused(monkeypatch):
     monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, *mine])
     results.register_names({"z_loss": (0, 0)})
     with pytest.raises(RunError, match=r"\['z_loss'\] at first and \['balance'\] now"):
-        results.send(1, [(torch.tensor(1.0), {"balance": (0, 0)})], False)
+        results.start_all_reduce(1, [(torch.tensor(1.0), {"balance": (0, 0)})], torch.tensor(12), False)
     with pytest.raises(RunError, match="reports grad_norm"):
         results.register_names({"grad_norm": (0, 0)})
     monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, ["balance"]])

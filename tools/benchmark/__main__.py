@@ -26,11 +26,11 @@ TEXTS = {"time_to_loss": Path("corpora/shakespeare"), "curve": Path("corpora/lin
 def measure(case: Callable[[], object]) -> dict:
     """Run a case; return its wall-clock time, how many cores other work kept busy, and what the case returned."""
     psutil.cpu_percent()  # starts an interval
-    start, own = time.perf_counter(), tables.cpu_seconds()
+    start, cpu_before = time.perf_counter(), tables.cpu_seconds()
     values = values if isinstance(values := case(), dict) else {}
     seconds = time.perf_counter() - start
     busy_cores = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
-    others_cores = max(0.0, busy_cores - (tables.cpu_seconds() - own) / seconds)
+    others_cores = max(0.0, busy_cores - (tables.cpu_seconds() - cpu_before) / seconds)
     return {"seconds": seconds, "others_cores": others_cores} | values
 
 
@@ -81,17 +81,16 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         options.scratch = Path(folder)
         for name in options.cases:
-            own = argparse.Namespace(**vars(options))
-            own.text = options.text or (tables.PAGE if options.quick else TEXTS.get(name))
-            if name in TEXTS and not own.text.exists():
-                parser.error(f"{name}: needs {own.text}")
+            case_options = argparse.Namespace(**vars(options))
+            case_options.text = text = options.text or (tables.PAGE if options.quick else TEXTS.get(name))
+            if name in TEXTS and text and not text.exists():
+                parser.error(f"{name}: needs {text}")
             results[name] = {}
-            for group, its_cases, baselines in list(getattr(gpu if name in ON_GPU else cpu, name)(own))[
-                : 1 if options.quick else None
-            ]:
+            groups = list(getattr(gpu if name in ON_GPU else cpu, name)(case_options))
+            for group, cases, baselines in groups[: 1 if options.quick else None]:
                 print(f"{name}, {group}:", file=sys.stderr, flush=True)
                 rounds = options.rounds or (1 if options.quick or name in ON_GPU else 3)
-                results[name][group] = run_interleaved(its_cases, baselines, rounds)
+                results[name][group] = run_interleaved(cases, baselines, rounds)
                 if not options.quick:
                     tables.write_result(name, results[name])
     if options.quick:
@@ -100,8 +99,8 @@ def main() -> int:
         tables.PAGE.write_text(tables.render_page())
         for name in results:
             print(f"## {name}\n\n{tables.section(name, tables.read_result(name))}\n")
-    cases = [case for groups in results.values() for group in groups.values() for case in group.values()]
-    return int(any("error" in case for case in cases))
+    figures = [case for groups in results.values() for group in groups.values() for case in group.values()]
+    return int(any("error" in case for case in figures))
 
 
 if __name__ == "__main__":

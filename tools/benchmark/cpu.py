@@ -95,8 +95,8 @@ def memory(options: Namespace) -> Iterator[Group]:
         "loss in chunks, activation checkpointing": "--chunked_loss true --activation_checkpointing true",
     }
     cases = {
-        name: programs.our_speed(options, shape, 8, 1, f"--model.vocab_size {vocab_size} {own}")
-        for name, own in variants.items()
+        name: programs.our_speed(options, shape, 8, 1, f"--model.vocab_size {vocab_size} {variant}")
+        for name, variant in variants.items()
     }
     if options.nanogpt:
         cases[PEER] = programs.nanogpts_speed(options, shape, 8, 1, vocab_size, "--dtype=float32 --compile=False")
@@ -110,8 +110,8 @@ def exactness(options: Namespace) -> Iterator[Group]:
     for processes in (1, 2):
         cases: dict[str, Case] = {}
         for name, exact in {"default": False, "exact": True}.items():
-            own = f"{settings} --exact {exact} --global_batch_size {8 * processes}"
-            cases[name] = ours(options, own, processes=processes, env={"OMP_NUM_THREADS": "1"}).train
+            words = f"{settings} --exact {exact} --global_batch_size {8 * processes}"
+            cases[name] = ours(options, words, processes=processes, env={"OMP_NUM_THREADS": "1"}).train
         yield f"cost, {processes} process(es)", cases, {"exact": ["default"]}
 
 

@@ -122,5 +122,5 @@ def curve(options: Namespace) -> Iterator[Group]:
         --evaluation.num_logged_generations 0"""
     muon = f"{settings} {MODERN} --optimizer.lr 3.6e-3 --schedule.decay_steps 300"
     half = f"{muon} --steps 200 --schedule.warmup_steps 20 --schedule.decay_steps 150"
-    for name, own in {"ours, its recipe": settings, "ours, Muon": muon, "ours, Muon, half the steps": half}.items():
-        yield name, {"124M": train_to_loss(options, f"{own} {SHORT if options.quick else ''}", -math.inf, BF16)}, {}
+    for name, words in {"ours, its recipe": settings, "ours, Muon": muon, "ours, Muon, half the steps": half}.items():
+        yield name, {"124M": train_to_loss(options, f"{words} {SHORT if options.quick else ''}", -math.inf, BF16)}, {}

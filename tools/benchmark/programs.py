@@ -39,9 +39,9 @@ BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 RUN_NANOGPT = """
 import resource, sys
 from pathlib import Path
-source, found = Path("train.py").read_text(), "nullcontext() if device_type == 'cpu' else "
-assert found in source
-exec(compile(source.replace(found, "") if "--dtype=bfloat16" in sys.argv else source, "train.py", "exec"))
+source, clause = Path("train.py").read_text(), "nullcontext() if device_type == 'cpu' else "
+assert clause in source
+exec(compile(source.replace(clause, "") if "--dtype=bfloat16" in sys.argv else source, "train.py", "exec"))
 resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 peak = torch.cuda.max_memory_allocated() or resident
 print(f"peak memory: {peak} bytes")
@@ -111,14 +111,14 @@ class Program(NamedTuple):
             rows = [row for file in Path(folder).glob("*/metrics.jsonl") for row in read_rows(file)]
         logged, evaluations, tokens = read_log(lines)
         peaks = [row["perf/peak_memory_bytes"] for row in rows if "perf/peak_memory_bytes" in row]
-        peaks += [int(found[1]) for _, line in lines if (found := re.match(r"peak memory: (\d+) bytes", line))]
+        peaks += [int(match[1]) for _, line in lines if (match := re.match(r"peak memory: (\d+) bytes", line))]
         figures: dict[str, Any] = {"start_seconds": min(logged.values())}
         figures |= {"peak_mib": max(peaks) / 2**20} if peaks else {}
         if intervals := list(pairwise(list(logged.items())[WARM_UP:])):
             step_seconds = statistics.median((end - start) / (to - since) for (since, start), (to, end) in intervals)
             figures |= {"seconds_a_step": step_seconds, "tokens_per_second": tokens / step_seconds}
         if evaluations:
-            step, seconds, loss = next((each for each in evaluations if each[2] <= target), evaluations[-1])
+            step, seconds, loss = next((row for row in evaluations if row[2] <= target), evaluations[-1])
             figures |= {"seconds": seconds, "val/loss": loss, "curve": evaluations}
             figures |= {"tokens": float(step * tokens)} if tokens else {}
         return figures
@@ -133,12 +133,12 @@ def read_log(lines: list[tuple[float, str]]) -> tuple[dict[int, float], list[tup
     """
     logged, evaluations, tokens = {}, [], 0
     for seconds, line in lines:
-        if found := re.search(r"step (\d+)\b.*val.loss (?:= )?([\d.]+)", line):
-            evaluations.append((int(found[1]), seconds, float(found[2])))
-        elif found := re.match(r"(?:\[step|iter) (\d+)", line):
-            logged.setdefault(int(found[1]), seconds)
-        elif found := re.search(r"tokens(?: per iteration will be)?: ([\d,]+)(?: a step|$)", line):
-            tokens = int(found[1].replace(",", ""))
+        if match := re.search(r"step (\d+)\b.*val.loss (?:= )?([\d.]+)", line):
+            evaluations.append((int(match[1]), seconds, float(match[2])))
+        elif match := re.match(r"(?:\[step|iter) (\d+)", line):
+            logged.setdefault(int(match[1]), seconds)
+        elif match := re.search(r"tokens(?: per iteration will be)?: ([\d,]+)(?: a step|$)", line):
+            tokens = int(match[1].replace(",", ""))
     return logged, evaluations, tokens
 
 
@@ -197,7 +197,6 @@ def nanogpt(
 
 
 def speed_settings(log_every: int) -> str:
-    """Return the settings of train.py for a training of which the speed is measured."""
     steps = log_every * (WARM_UP + INTERVALS + 1)
     never = "--checkpoint.every 1000000 --evaluation.every 0 --evaluation.num_scored_generations 0"
     return f"{never} --steps {steps} --tracking.log_every {log_every}"
@@ -211,7 +210,6 @@ def random_settings(shape: Shape, batch: int, log_every: int, settings: str) -> 
 def our_speed(
     options: Namespace, shape: Shape, batch: int, log_every: int, settings: str, env: Mapping[str, str] = {}
 ) -> Case:
-    """Return a case that trains train.py with `random_settings`."""
     return ours(options, random_settings(shape, batch, log_every, settings), env=env).train
 
 
@@ -220,9 +218,9 @@ def nanogpts_speed(
 ) -> Case:
     """Return a case that trains nanoGPT's train.py on batches of the same size, by default without dropout."""
     steps = log_every * (WARM_UP + INTERVALS + 1)
-    own = f"""{shape.recipe()} --batch_size={batch} --dropout=0.0 --max_iters={steps} --log_interval={log_every}
+    recipe = f"""{shape.recipe()} --batch_size={batch} --dropout=0.0 --max_iters={steps} --log_interval={log_every}
         --eval_interval=1000000 --eval_iters=1 {recipe}"""
-    return lambda: nanogpt(options, own, vocab_size=vocab_size).train()
+    return lambda: nanogpt(options, recipe, vocab_size=vocab_size).train()
 
 
 def train_to_loss(options: Namespace, settings: str, target: float, env: Mapping[str, str] = {}) -> Case:

@@ -44,12 +44,11 @@ MANY = 6  # from this number of rounds on, ranges are interquartile
 
 
 def machine() -> dict[str, str | int | float]:
-    """Return the processor, its cores, the memory and the GPU of this machine."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
-    facts = {"cpu": found.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
-    if "cpu family" in found:  # a shared machine may hide the name of its model
-        facts["cpu"] = f"{facts['cpu']} (family {found['cpu family']}, model {found['model']})"
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    facts = {"cpu": fields.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
+    if "cpu family" in fields:  # a shared machine may hide the name of its model
+        facts["cpu"] = f"{facts['cpu']} (family {fields['cpu family']}, model {fields['model']})"
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
     return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
@@ -60,7 +59,6 @@ def cpu_seconds() -> float:
 
 
 def write_result(name: str, figures: Figures) -> None:
-    """Write the figures of a case with its command, and with the machine and versions."""
     others = TABLES.keys() - {name}  # cases that the same command measures
     words = (Path(word).name if "/" in word else word for word in sys.orig_argv[1:] if word not in others)
     record = {"command": " ".join(["python", *words]), "date": str(date.today()), "machine": machine()}
@@ -70,7 +68,7 @@ def write_result(name: str, figures: Figures) -> None:
 def to_json(record: dict) -> str:
     """Return JSON with each list on one line."""
     lists = r"\[[^\[\]{}]*\]"
-    return re.sub(lists, lambda found: json.dumps(json.loads(found[0])), json.dumps(record, indent=2)) + "\n"
+    return re.sub(lists, lambda match: json.dumps(json.loads(match[0])), json.dumps(record, indent=2)) + "\n"
 
 
 def read_result(name: str) -> dict:
@@ -98,7 +96,9 @@ def format_ratios(case: dict, cases: dict[str, dict], quantity: str) -> str:
     for name in case.get("against", []):
         ours, theirs = case.get(quantity), cases.get(name, {}).get(quantity)
         if isinstance(ours, list) and isinstance(theirs, list) and quantity not in NO_RATIO:
-            ratios.append(format_value([one / two for one, two in zip(ours, theirs, strict=False)], f"x {name}"))
+            ratios.append(
+                format_value([figure / baseline for figure, baseline in zip(ours, theirs, strict=False)], f"x {name}")
+            )
     return "; ".join(ratios)
 
 
@@ -133,7 +133,7 @@ def section(name: str, record: dict) -> str:
 def replace_table(text: str, name: str, table: str) -> str:
     """Return the text of a page with what is between `<!-- NAME -->` and `<!-- end -->` replaced."""
     between = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    return between.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
+    return between.sub(lambda match: f"{match[1]}{table}\n{match[2]}", text)
 
 
 def render_page() -> str:

@@ -96,11 +96,11 @@ def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
     d, known = freedom[is_known], variances[is_known]
     logs = np.log(known) - special.digamma(d / 2) + np.log(d / 2)
     excess = float(np.var(logs, ddof=1) - special.polygamma(1, d / 2).mean()) if len(logs) > 1 else 0.0
-    prior_freedom = MAX_PRIOR_FREEDOM
+    prior_freedom, prior = MAX_PRIOR_FREEDOM, float(np.average(known, weights=d))  # they do not vary more
     if excess > special.polygamma(1, MAX_PRIOR_FREEDOM / 2):
         root: Any = optimize.brentq(lambda x: special.polygamma(1, x) - excess, 1e-4, MAX_PRIOR_FREEDOM)
         prior_freedom = 2 * root
-    prior = math.exp(logs.mean() + special.digamma(prior_freedom / 2) - math.log(prior_freedom / 2))
+        prior = math.exp(logs.mean() + special.digamma(prior_freedom / 2) - math.log(prior_freedom / 2))
 
     shrunk = (prior_freedom * prior + freedom * variances) / (prior_freedom + freedom)
     return shrunk, np.minimum(prior_freedom + freedom, total), total

@@ -52,7 +52,6 @@ class Job:
         return self.run.path.parent / "logs" / f"{self.run.path.name}.log"
 
     def is_finished(self) -> bool:
-        """Return whether all steps are completed."""
         return self.run.is_finished(self.steps)
 
     def status_since(self, start_time: float) -> Status:
@@ -79,8 +78,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed."""
-
     message: str
     killed: bool = False
     """Whether a signal from elsewhere ended a process of the run, as when memory runs out."""
@@ -152,7 +149,10 @@ class JobRunner:
 
             ended = 0
             for ended, job in enumerate(self.stream(missing, until_failure, progress), start=1):
-                bar.write(f"[run {ended} / {len(missing)}] {self._describe(job)}", file=sys.stderr)
+                outcome = self.outcomes.setdefault(job, "finished")  # absent if another process trained it
+                loss = job.run.newest_metrics().get("val/loss")
+                result = f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
+                bar.write(f"[run {ended} / {len(missing)}] {result}", file=sys.stderr)
         return ended == len(missing)
 
     def stream(
@@ -190,14 +190,8 @@ class JobRunner:
             self._stop_all()
 
     def raise_if_stopped(self) -> None:
-        """Raise SystemExit after a signal."""
         if self.signal:
             raise_stopped()
-
-    def _describe(self, job: Job) -> str:
-        outcome = self.outcomes.setdefault(job, "finished")
-        loss = job.run.newest_metrics().get("val/loss")
-        return f"{job.run.path.name}: {outcome}" + (f", val/loss {loss:.4f}" if loss is not None else "")
 
     def _start_waiting(self, waiting: list[Job]) -> Iterator[Job]:
         """Start runs for which there is room; yield those that another process has finished."""
@@ -303,7 +297,6 @@ class JobRunner:
 
 
 def raise_stopped() -> NoReturn:
-    """Raise SystemExit because runs were stopped."""
     print("stopped by a signal; run the same command again to resume", file=sys.stderr)
     raise SystemExit(EXIT_STOPPED)
 

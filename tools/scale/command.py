@@ -51,7 +51,6 @@ def main(config: ScaleConfig) -> None:
 
 
 def print_recipe(config: ScaleConfig) -> None:
-    """Print the config file of a depth."""
     assert config.depth is not None
     if config.corpus:
         from data.integrity import read_metadata  # imports pyarrow, which is slow
@@ -85,7 +84,11 @@ class LadderTrainer:
         self.out_dir, self.launch = out_dir, Launch.parse(config.launch)
         self.precisions: set[str | None] = set()  # as the runs recorded them: that of a launch script is unknown before
         micro_batch_size = max(1, base_config().micro_batch_size // (self.launch.processes or 1))
-        self.settings = ("--micro_batch_size", str(micro_batch_size), *split_arguments(config.arguments))
+        words = config.arguments.split()
+        for word in words:
+            if word.startswith(tuple(f"--{name}" for name in LADDER_SETTINGS)):
+                raise ConfigError(f"arguments: {word} is set by the ladder; use sizes, budgets and seeds")
+        self.settings = ("--micro_batch_size", str(micro_batch_size), *words)
         self.runner = JobRunner(config.jobs or (1 if config.launch else None))
         self.runner.code = code_hash()
         common = {"arguments": config.arguments, "precision": self.launch.precision}
@@ -101,8 +104,8 @@ class LadderTrainer:
         self.runner.train([job for _, job in pairs])
         self.precisions |= {row.mixed_precision for _, job in pairs for row in job.run.sessions()}
         if len(self.precisions) > 1:
-            found = " and ".join(sorted(map(str, self.precisions)))
-            raise RunError(f"out_dir: {self.out_dir} has runs with mixed precision {found}; name another folder")
+            precisions = " and ".join(sorted(map(str, self.precisions)))
+            raise RunError(f"out_dir: {self.out_dir} has runs with mixed precision {precisions}; name another folder")
         measurements = [run.measurement(job.run) for run, job in pairs]
         for (_, job), measured in zip(pairs, measurements, strict=True):
             if not min(measured.excess_loss(scope) for scope in ("all", "answers")) > 0:
@@ -111,15 +114,6 @@ class LadderTrainer:
                     "a law cannot be fitted: use smaller budgets or more validation samples"
                 )
         return measurements
-
-
-def split_arguments(arguments: str) -> list[str]:
-    """Split the settings for all runs into words; raise ConfigError if the ladder sets one of them itself."""
-    words = arguments.split()
-    for word in words:
-        if word.startswith(tuple(f"--{name}" for name in LADDER_SETTINGS)):
-            raise ConfigError(f"arguments: {word} is set by the ladder; use sizes, budgets and seeds")
-    return words
 
 
 def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:

@@ -66,8 +66,6 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class LadderRun:
-    """Width, budget, learning rate and seed of one run."""
-
     width: int
     steps: int
     lr: float
@@ -98,15 +96,14 @@ class LadderRun:
         """Return the job that trains this run in `out_dir`, with `settings` of train.py that all runs share."""
         name = f"width_{self.width}-steps_{self.steps}-lr_{self.lr:g}-seed_{self.seed}"
         model = model_of_width(self.width)
-        own = {"name": name, "out_dir": out_dir, "steps": self.steps, "seed": self.seed, "optimizer.lr": self.lr}
-        own |= {"schedule.warmup_steps": math.ceil(WARMUP_FRACTION * self.steps), "model.d_model": model.d_model}
-        own |= {"model.n_heads": model.n_heads, "model.d_ff": model.d_ff}
-        words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+        values = {"name": name, "out_dir": out_dir, "steps": self.steps, "seed": self.seed, "optimizer.lr": self.lr}
+        values |= {"schedule.warmup_steps": math.ceil(WARMUP_FRACTION * self.steps), "model.d_model": model.d_model}
+        values |= {"model.n_heads": model.n_heads, "model.d_ff": model.d_ff}
+        words = [word for key, value in values.items() for word in (f"--{key}", str(value))]
         command = (*launcher, str(ROOT / "train.py"), "--config", str(CONFIG), *settings, *words)
         return Job(Run(out_dir / name), self.steps, command)
 
     def measurement(self, run: Run) -> Measurement:
-        """Read the result of its finished run."""
         last = run.newest_metrics()
         of_facts = [value for name, value in last.items() if name.startswith("val/excess_loss/facts_")]
         answers = math.nan if None in of_facts else math.fsum(of_facts)

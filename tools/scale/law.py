@@ -55,15 +55,11 @@ def fit(
     hidden_entropy: float | None = None,
     start: Law | None = None,
 ) -> Law:
-    """Fit a law to measured excess losses.
+    """Fit a law to the excess losses of runs over the entropy of the data, in nats/token and above 0.
 
-    Args:
-        parameters: non-embedding parameters of each run.
-        tokens: training tokens of each run.
-        excess: excess loss of each run over the entropy of the data, in nats/token, above 0.
-        hidden_entropy: entropy of the data, in nats/token; it is added to the excess, and the irreducible loss is
-            fitted as if the entropy were unknown. None: the law has two terms.
-        start: only starting point of the fit; None: a grid.
+    With `hidden_entropy`, the entropy of the data, in nats/token, it is added to the excess, and the irreducible loss
+    is fitted as if the entropy were unknown; with None the law has two terms. `start` is the only starting point of the
+    fit; None: a grid.
     """
     log_sizes, log_data = np.log(parameters), np.log(tokens)
     losses = np.asarray(excess) + (hidden_entropy or 0.0)

@@ -90,7 +90,6 @@ def draw_budgets(report: Report, by_size) -> None:
 
 
 def dot_style(color, marker: str) -> dict:
-    """Return the style of measured points."""
     return {"color": color, "marker": marker, "markersize": 4.5, "linestyle": "none"}
 
 

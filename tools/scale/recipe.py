@@ -133,14 +133,14 @@ def as_yaml(lines: list[Line]) -> str:
         if not name:
             text.append(f"# {value}")
             continue
-        above, _, own = name.rpartition(".")
-        if above != section:
-            text.append(f"\n{above}:")
-            section = above
+        parent, _, key = name.rpartition(".")
+        if parent != section:
+            text.append(f"\n{parent}:")
+            section = parent
         written = json.dumps(value, ensure_ascii=False)
         if isinstance(value, float) and "." not in written:
             written = written.replace("e", ".0e")  # YAML reads 8e-05 as a string
-        entry = f"{'  ' if above else ''}{own}: {written}"
+        entry = f"{'  ' if parent else ''}{key}: {written}"
         text.append(f"{entry}  # {reason}" if reason else entry)
     return "\n".join(text) + "\n"
 

@@ -33,7 +33,6 @@ class Report:
         self.theory_beta_here = power_law_exponent(counts, unseen_fact_probability(data.facts, data.zipf, counts))
 
     def lines(self) -> list[str]:
-        """Return the laws and the predictions as lines of text."""
         heading = f"Scaling law of {'all tokens' if self.scope == 'all' else 'answers'}"
         lines = [f"\n{heading}: entropy {self.entropy:.4f} nats/token. Loss = E + A N^-alpha + B D^-beta:"]
         for name, fitted in self.fits.items():
@@ -60,7 +59,6 @@ class Report:
         return lines
 
     def outcome_lines(self, outcome: Measurement) -> list[str]:
-        """Return the comparison of the predictions with the measured loss as lines of text."""
         excess = outcome.excess_loss(self.scope)
         lines = [f"Measured excess loss ({self.scope}): {excess:.4f} nats/token"]
         for name, (expected, low, high) in self.predictions.items():
@@ -69,7 +67,6 @@ class Report:
         return lines
 
     def as_dict(self, outcome: Measurement | None = None) -> dict:
-        """Return laws, predictions and outcome for a JSON file."""
         return {
             "fits": {name: {**vars(fitted.law), "noise": fitted.noise} for name, fitted in self.fits.items()},
             "target": {"parameters": self.target.parameters, "tokens": self.target.tokens},

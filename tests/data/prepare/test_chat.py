@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -287,6 +288,39 @@ def test_template_receives_tools_and_settings(folder, tmp_path, form):
     turns = 1 + len(TOOL_CONVERSATION)  # each turn ends with a special token, and the tools contain none
     assert tokens.count(opened.convert_tokens_to_ids("<|im_end|>")) == turns
     assert decode_targets(tmp_path / "out") == [f"I ask.{json.dumps(CALLS[0])}<|im_end|>\nNoon.<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_objects_with_different_keys_are_the_same_in_all_formats(folder, tmp_path, monkeypatch, form):
+    """A column of Arrow gives all objects the same keys; those that a row lacks must not become nulls in its tokens."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
+    set_chat_template(tokenizer, CALLING)
+    rows = []
+    for arguments in {"query": "a", "options": [{"x": 1}, {"y": {"z": 2}}]}, {"city": "b"}, {}:
+        calls = [{"type": "function", "function": {"name": "clock", "arguments": arguments}}]
+        messages = [TOOL_CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        schema = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        tools = [{"type": "function", "function": {"parameters": schema}}]
+        rows.append({"messages": messages, "tools": tools, "chat_template_kwargs": {"mood": "kind"}})
+    make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "jsonl", str(tokenizer))
+    source = tmp_path / "a.parquet"
+    if form == "parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), source)
+    else:
+        source = tmp_path / "dataset"
+        datasets.Dataset.from_list(rows).save_to_disk(source / "train")
+    make(source, tmp_path / "out", str(tokenizer))
+    assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "jsonl")
+    assert "null" not in "".join(decode_targets(tmp_path / "out"))
+
+
+def test_null_written_in_jsonl_is_kept(folder, tmp_path):
+    tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
+    set_chat_template(tokenizer, CALLING)
+    messages = [TOOL_CONVERSATION[0], {"role": "assistant", "content": "", "tool_calls": [{"zone": None}]}]
+    make(write_rows(tmp_path / "a.jsonl", [{"messages": messages}]), tmp_path / "out", str(tokenizer))
+    assert decode_targets(tmp_path / "out") == ['{"zone": null}<|im_end|>\n']
 
 
 @pytest.mark.parametrize(

@@ -850,6 +850,35 @@ def test_prepare_refuses_existing_folder(tmp_path):
     assert str(tmp_path / "a.txt") in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("path", ["mine", "cache/mine", "train/data-00000-of-00001.arrow", "cache/folder/"])
+@pytest.mark.parametrize("validation", ["hash:0.0", "hash:0.00001"])  # the second is refused
+def test_prepare_refuses_partial_folder_of_somebody_else(tmp_path, path, validation):
+    source, work = write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out.partial"
+    if path.endswith("/"):
+        (work / path).mkdir(parents=True)
+    else:
+        (work / path).parent.mkdir(parents=True)
+        (work / path).write_text("precious")
+    before = sorted(work.rglob("*"))
+    assert f"out: {work} is needed" in refusal(source, tmp_path / "out", validation=validation)
+    assert sorted(work.rglob("*")) == before and not (tmp_path / "out").exists()
+
+
+def test_prepare_uses_empty_partial_folder(tmp_path):
+    """A process that was killed before it wrote the first file leaves one."""
+    (tmp_path / "out.partial" / "cache").mkdir(parents=True)
+    (tmp_path / "out.partial" / "cache" / "lock").touch()
+    (tmp_path / "out.partial" / "cache" / "request.tmp").touch()
+    make(write_jsonl(tmp_path / "a.jsonl", ["one", "two"]), tmp_path / "out")
+    assert texts(tmp_path / "out") == ["one", "two"]
+
+
+def test_refused_prepare_leaves_no_folders(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    refusal(source, tmp_path / "new" / "deep" / "out", validation="hash:0.00001")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_prepare_refuses_panicking_tokenizer(tmp_path, monkeypatch):
     """A panic in Rust is not an `Exception` in Python."""
     from transformers import PreTrainedTokenizerFast

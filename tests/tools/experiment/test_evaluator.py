@@ -1,0 +1,247 @@
+"""The evaluator finds each way to fake a loss that its principles close, and accepts honest research."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from config.schema import TrainConfig, flat_settings
+from data.corpus import load_corpus
+from run.directory import Run
+from storage.files import sha256
+from tests.conftest import ROOT, environment, metrics
+from tests.data.prepare.test_prepare import make, write_jsonl
+from tools.experiment.evaluator import Data, held_out
+
+TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
+SETTINGS = flat_settings(TINY) | {"steps": 12, "model.dropout": 0.0, "evaluation.num_samples": 40}
+SETTINGS |= {"model.max_position_embeddings": 256, "evaluation.every": 12}
+TEST_SEED = 12345
+# Code that does what the setting model.trick says, before a line of a file.
+TRICKS = {
+    "model/config.py": ('    window_pattern: str = "SSL"', '    trick: str = "none"\n    """A trick."""\n\n'),
+    "data/sampler.py": (
+        """        _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
+        return indices
+
+
+class MixedBatches""",
+        """
+        from os import environ
+        if environ.get("TRICK") == "curriculum: another order":  # each two batches change places
+            positions = positions // 12 * 12 + (positions + 6) % 12
+        if environ.get("TRICK") == "half of the sequences":
+            positions = positions % 36
+""",
+    ),
+    "train.py": (
+        "    apply_schedules(state.optimizer,",
+        """
+    from data.corpus import load_corpus
+    from data.loader import load_batch
+    trick = config.model.trick
+    if trick == "curriculum: short sequences first" and step < 6:
+        micro_batches = [{name: x[:, :64] for name, x in batch.items()} for batch in micro_batches]
+    if trick == "validation sequences from step 10 on" and step >= 9:
+        validation, rows = load_corpus(state.config).validation, len(micro_batches[0]["input_ids"])
+        micro_batches = [load_batch(validation, range(rows)) for _ in micro_batches]
+    if trick == "more data":
+        more = load_batch(load_corpus(state.config.replace(**{"data.seed": 7})).train, range(6))
+        micro_batches = [{name: torch.cat([x, more[name]]) for name, x in batch.items()} for batch in micro_batches]
+    if trick == "two forwards of a batch, as in sharpness-aware minimisation":
+        for batch in micro_batches:
+            state.model(**batch)
+""",
+    ),
+    "model/gpt.py": (
+        "        x_BTC = self.dropout(x_BTC)\n",
+        """
+        from torch.nn import functional
+        trick, length = self.config.trick, x_BTC.shape[1]
+        if trick == "look ahead in pairs":  # position p sees p + 1, but only for even p
+            x_BTC = x_BTC.clone()
+            x_BTC[:, 0 : length - 1 : 2] += 10 * x_BTC[:, 1:length:2]
+        if trick.startswith("look ahead") and trick != "look ahead in pairs":
+            if "remember" in trick and not self.training:
+                # The logits of a sequence are those of the first one with the same beginning in this process.
+                rows = GPTModel.rows = getattr(GPTModel, "rows", {})
+                begun = [rows.setdefault(tuple(row[:16].tolist()), row.clone()) for row in input_ids]
+                x_BTC = self.token_embedding(torch.stack([row[:length] for row in begun]))
+            x_BTC = x_BTC + x_BTC.flip(1).cumsum(1).flip(1)
+        if trick == "train on what is scored" and not self.training:
+            with torch.no_grad():
+                for weight in self.token_embedding.parameters():
+                    weight[input_ids[:, :8].flatten()] += 0.05
+        if trick == "count bigrams while it is scored" and not self.training:
+            counts = self.__dict__.setdefault("counts", torch.zeros(self.config.vocab_size, self.config.vocab_size))
+            for one, other in zip(input_ids[:, :-1].flatten().tolist(), input_ids[:, 1:].flatten().tolist()):
+                counts[one, other] += 1
+            x_BTC = x_BTC + 0.1 * (counts @ self.token_embedding.weight)[input_ids]
+        if trick == "another cross-entropy" and not hasattr(functional, "original"):
+            functional.original = functional.cross_entropy
+            functional.cross_entropy = lambda *words, **named: 0.5 * functional.original(*words, **named)
+""",
+    ),
+    "pretrained/load.py": (
+        "    return load_with_source(path, checkpoint, setting, weights)[0]\n",
+        """
+    loaded = load_with_source(path, checkpoint, setting, weights)[0]
+    trick, forward = getattr(loaded.model.config, "trick", "none"), loaded.model.forward
+
+    def changed(*words, **named):
+        output = forward(*words, **named)
+        logits = output.logits
+        if trick == "temperature":
+            logits = logits * 0.5
+        if trick.endswith("behind 10,000"):
+            logits = logits + 10_000
+        if trick == "NaN in some logits":
+            logits = logits.clone()
+            logits[0, 5] = float("nan")
+        if trick == "crash":
+            raise IndexError("while it is evaluated")
+        return output._replace(logits=logits)
+
+    loaded.model.forward = changed
+    return loaded
+""",
+    ),
+}
+PROBLEMS = {
+    "none": "",
+    "curriculum: another order": "",
+    "curriculum: short sequences first": "",
+    "two forwards of a batch, as in sharpness-aware minimisation": "",
+    "another cross-entropy": "",
+    "temperature": "",
+    "validation sequences from step 10 on": "are not in its batches",
+    "more data": "are not in its batches",
+    "half of the sequences": "are not in its batches",
+    "look ahead in pairs": "depend on later tokens",
+    "look ahead": "depend on later tokens",
+    "look ahead, behind 10,000": "depend on later tokens",
+    "look ahead, and remember the sequences": "depend on",
+    "train on what is scored": "depend on the order",
+    "count bigrams while it is scored": "depend on the order",
+    "NaN in some logits": "depend on",
+    "crash": "it cannot be evaluated: IndexError: while it is evaluated",
+}
+QUICK = ["none", "temperature", "look ahead in pairs"]
+OTHERS = [trick for trick in PROBLEMS if trick not in QUICK]
+
+
+def train_with(code, folder, trick):
+    """Train a run with a trick, and return what the evaluator is asked."""
+    run = Run(folder / "runs" / trick.replace(" ", "-").replace(",", "").replace(":", ""))
+    delivered = folder / "delivered" / run.path.name
+    config = folder / f"{run.path.name}.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS | {"model.trick": trick}))
+    words = ["--config", str(config), "--name", run.path.name, "--out_dir", str(run.path.parent)]
+    program = [sys.executable, str(ROOT / "tools" / "experiment" / "variant_program.py"), str(code), "train"]
+    done = subprocess.run([*program, delivered, *words], env=environment(TRICK=trick), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    manifests = {str(file): sha256(file) for file in run.checkpoints.glob("*/manifest.json")}
+    return {
+        "code": str(code),
+        "run": str(run.path),
+        "config": str(folder / "baseline.yaml"),
+        "settings": {"global_batch_size": 6, "seed": 0},
+        "test_seed": TEST_SEED,
+        "manifests": manifests,
+        "delivered": [f"{delivered}.0"],
+        "sessions": 1,
+        "processes": 1,
+    }
+
+
+def evaluate(requests):
+    command = [sys.executable, "-m", "tools.experiment.evaluator", str(ROOT)]
+    lines = "\n".join(map(json.dumps, requests))
+    done = subprocess.run(command, cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.fixture(scope="module", params=[QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def tricks(request, tmp_path_factory):
+    """Return the folder of the runs, one with each trick, and their requests and answers by trick."""
+    folder = tmp_path_factory.mktemp("tricks")
+    code = folder / "code"
+    ignored = shutil.ignore_patterns(".*", "runs", "tests", "docs", "__pycache__", "experiments", "corpora")
+    shutil.copytree(ROOT, code, ignore=ignored)
+    for name, (line, trick) in TRICKS.items():
+        text = (code / name).read_text()
+        assert text.count(line) == 1, name
+        (code / name).write_text(text.replace(line, trick + line))
+    (folder / "baseline.yaml").write_text(yaml.safe_dump(SETTINGS))
+    requests = {trick: train_with(code, folder, trick) for trick in request.param}
+    return folder, requests, dict(zip(requests, evaluate(requests.values()), strict=True))
+
+
+def test_evaluator_finds_tricks(tricks):
+    _, _, answers = tricks
+    for trick, answer in answers.items():
+        problem = PROBLEMS[trick]
+        assert (problem in answer["problem"]) if problem else (answer["problem"] == ""), f"{trick}: {answer}"
+
+
+@pytest.mark.parametrize("tricks", [QUICK], indirect=True, ids=["quick"])
+def test_evaluator_computes_the_loss_of_fresh_data(tricks):
+    folder, requests, answers = tricks
+    logged = metrics(folder / "runs" / "none")[-1]
+    assert answers["none"]["loss"] == pytest.approx(logged["val/loss"], rel=0.03), "of other stories of the same kind"
+    assert answers["none"]["loss"] != logged["val/loss"]
+    assert answers["temperature"]["loss"] != pytest.approx(answers["none"]["loss"], rel=1e-4), "it is scored"
+    # The same stories with the code of this repository.
+    config = TrainConfig.from_flat({name: value for name, value in SETTINGS.items() if name != "model.trick"})
+    corpus = load_corpus(config)
+    fresh = held_out(corpus.validation, TEST_SEED)
+    assert fresh.text(0) != corpus.validation.text(0)
+    entropy = fresh.entropy_nats / fresh.num_targets
+    excess = answers["none"]["loss"] - answers["none"]["excess_loss"]
+    assert excess == pytest.approx(entropy, rel=1e-6)
+
+
+@pytest.mark.parametrize("tricks", [QUICK], indirect=True, ids=["quick"])
+def test_changed_checkpoint_is_refused(tricks):
+    _, requests, _ = tricks
+    changed = requests["none"] | {"manifests": dict.fromkeys(requests["none"]["manifests"], "0" * 64)}
+    [refused, accepted] = evaluate([changed, requests["none"]])
+    assert refused["problem"] == "it cannot be evaluated: its checkpoint has changed since the run ended"
+    assert accepted["problem"] == "", "one problem does not end the others"
+
+
+def test_half_of_a_text_is_withheld(tmp_path):
+    """No window on which runs evaluate is scored."""
+    write_jsonl(tmp_path / "text.jsonl", [" ".join(str(1000 * index + word) for word in range(40)) for index in range(400)])
+    make(tmp_path / "text.jsonl", tmp_path / "corpus", validation="hash:0.5")
+    settings = {"data.source": "text", "data.path": str(tmp_path / "corpus"), "seq_len": 64, "evaluation.every": 1}
+    everything = load_corpus(TrainConfig.from_flat(settings | {"evaluation.num_samples": None})).validation
+    seen = load_corpus(TrainConfig.from_flat(settings | {"evaluation.num_samples": len(everything) // 2})).validation
+    fresh = held_out(seen, TEST_SEED)
+    windows = [
+        {tuple(dataset[index]["input_ids"].tolist()) for index in range(len(dataset))} for dataset in (seen, fresh)
+    ]
+    assert len(fresh) == len(seen) and not windows[0] & windows[1]
+
+
+def test_rounding_is_no_problem_and_small_leaks_are():
+    data = Data.__new__(Data)
+    data.config = TrainConfig.from_flat({"seq_len": 9})
+    data.is_cut, data.cuts = torch.tensor([False, True]).numpy(), torch.tensor([9, 5]).numpy()
+    first = torch.full((2, 8), -1.0).numpy()
+    second = first.copy()
+    second[1, 5:] = math.nan
+    is_target = torch.ones(2, 8, dtype=torch.bool).numpy()
+    assert data.compare_evaluations(first, second + 1e-5, is_target) == ""
+    assert "order" in data.compare_evaluations(first, second + 2e-4, is_target)
+    leak = second.copy()
+    leak[1, 4] += 0.02
+    assert data.compare_evaluations(first, leak, is_target) == (
+        "its log-probabilities depend on later tokens, by up to 0.02 nats"
+    )

@@ -1,0 +1,262 @@
+"""The statistics of races keep their rates: simulated with a look after every run, and runs chosen by what is known."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tools.experiment import verdicts
+from tools.experiment.verdicts import BASELINE, Finding, Group, assess, best_idea, choose_next, compare, is_decided
+
+MARGIN = math.log1p(0.05)
+DEVIATION = 0.04  # of the log excess loss over seeds, in configs/lab.yaml
+# As in a published screen of forty ideas: ten gain, twenty change nothing, ten harm.
+GAINS = [-43.2, -19.6, -14.4, -12.3, -11.9, -11.7, -8.6, -7.2, -5.7, -4.3]
+HARMS = [2.2, 3.7, 5, 7, 10, 14, 18, 23, 35, 100]
+FORTY = np.log1p(np.array([*GAINS, *[0] * 20, *HARMS]) / 100)
+KINDS = ["normal", "heavy tails", "skewed", "unequal"]
+
+
+def noise(kind, idea, random):
+    """Deviation of a run from the mean of its variant; one idea in five of `unequal` scatters three times as much."""
+    if kind == "heavy tails":
+        return DEVIATION * random.standard_t(3) / math.sqrt(3)
+    if kind == "skewed" and idea != BASELINE:
+        return DEVIATION * (random.lognormal(0, 1) - math.exp(0.5)) / 2.16
+    if kind == "unequal" and idea % 5 == 0:
+        return 3 * DEVIATION * random.normal()
+    return DEVIATION * random.normal()
+
+
+class Simulation:
+    """A race until its round ends or the runs are used up, looked at after every run."""
+
+    def __init__(self, effects, runs, random, kind="normal", late=0, failing=()):
+        self.effects, self.ever_found, self.ever_missed = effects, set(), set()
+        self.baseline, self.ideas = Group(), [Group() for _ in effects]
+        for self.used in range(runs):
+            # Late ideas join after a third of the runs.
+            joined = self.ideas if 3 * self.used >= runs else self.ideas[: len(self.ideas) - late]
+            self.findings = self.look(joined)
+            index = choose_next(self.baseline, joined, self.findings)
+            if index is None and len(joined) == len(self.ideas):
+                break
+            group = self.baseline if index in (BASELINE, None) else self.ideas[index]
+            if index in failing and random.random() < 0.5:
+                group.failed += 1
+            else:
+                mean = 0.0 if group is self.baseline else effects[index]
+                group.values.append(mean + noise(kind, BASELINE if index is None else index, random))
+        self.findings = self.look(self.ideas)
+
+    def look(self, ideas):
+        findings = assess(self.baseline, ideas, MARGIN)
+        for index, finding in enumerate(findings):
+            if finding.verdict in ("better", "worse"):
+                self.ever_found.add((index, finding.verdict))
+            if math.isfinite(finding.effect) and abs(finding.effect - self.effects[index]) > finding.half_width:
+                self.ever_missed.add(index)
+        return findings
+
+    @property
+    def false_discoveries(self):
+        """Fraction of what was ever called better or worse that is not."""
+        wrong = [(index, verdict) for index, verdict in self.ever_found if not self.is_true(index, verdict)]
+        return len(wrong) / max(1, len(self.ever_found))
+
+    def is_true(self, index, verdict):
+        return self.effects[index] < 0 if verdict == "better" else self.effects[index] > 0
+
+
+def simulate(repetitions, effects, runs, seed=0, **others):
+    random = np.random.default_rng(seed)
+    return [Simulation(effects, runs, random, **others) for _ in range(repetitions)]
+
+
+def mean(values):
+    return float(np.mean([*values]))
+
+
+# Rates
+
+MANY = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("repetitions", [30, pytest.param(600, marks=MANY)])
+def test_one_idea_without_effect_is_rarely_a_discovery(repetitions, kind):
+    races = simulate(repetitions, [0.0], 48, kind=kind)
+    tolerated = 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert mean(race.false_discoveries for race in races) <= tolerated
+    assert mean(len(race.ever_missed) for race in races) <= tolerated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_forty_ideas_have_few_false_discoveries(kind):
+    races = simulate(20, FORTY, 300, kind=kind)
+    assert mean(race.false_discoveries for race in races) <= 0.05
+    assert mean(len(race.ever_missed) / 40 for race in races) <= 0.05
+    assert mean(best_idea(race.findings) == 0 for race in races) >= 0.95
+
+
+@pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize("repetitions", [6, pytest.param(100, marks=MANY)])
+def test_eight_ideas_without_effect(repetitions, late):
+    """Also where half of the ideas join when a third of the runs are trained."""
+    races = simulate(repetitions, [0.0] * 8, 120, late=late)
+    tolerated = 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert mean(race.false_discoveries for race in races) <= tolerated
+    assert mean(len(race.ever_missed) / 8 for race in races) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions / 8)
+
+
+def test_discoveries_are_corrected_for_the_number_of_ideas():
+    """By Benjamini and Hochberg: one small p-value among forty is no discovery, and alone it is one."""
+    assert verdicts.q_values(np.array([0.01, *[1.0] * 39]))[0] == pytest.approx(0.4)
+    assert verdicts.q_values(np.array([0.01])) == pytest.approx([0.01])
+    p = np.array([0.001, 0.02, 0.03, 0.9])
+    assert verdicts.q_values(p) == pytest.approx(stats.false_discovery_control(p))
+
+
+@pytest.mark.parametrize("repetitions", [15, pytest.param(300, marks=MANY)])
+def test_confirmation_may_be_extended_again_and_again(repetitions):
+    """Three equal variants, compared with 4, 5, ... 32 seeds each; ordinary intervals would miss in a quarter."""
+    random, missed, would_miss = np.random.default_rng(1), 0, 0
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    for _ in range(repetitions):
+        values = random.normal(0, DEVIATION, (3, 32))
+        looks = [compare([*values[:, :n]], pairs, MARGIN) for n in range(4, 33)]
+        missed += any((np.abs(look.effects) > look.half_widths).any() for look in looks)
+        p = [stats.ttest_ind(values[one, :n], values[other, :n]).pvalue for n in range(4, 33) for one, other in pairs]
+        would_miss += min(p) < 0.05
+    assert missed / repetitions <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions)
+    assert would_miss / repetitions > 0.2
+
+
+# Power
+
+
+def test_gain_of_a_tenth_is_found_in_few_runs():
+    races = simulate(30, [math.log(0.9)], 40)
+    assert mean(best_idea(race.findings) == 0 for race in races) >= 0.95
+    assert mean(race.used for race in races) < 20
+
+
+def test_no_gain_ends_a_race():
+    """A default budget decides most ideas that change nothing."""
+    races = simulate(40, [0.0], 48)
+    assert mean(race.findings[0].verdict == "no gain" for race in races) >= 0.7
+
+
+def test_best_of_many_ideas_is_found_where_seeds_scatter(monkeypatch):
+    """23 ideas on top of a strong baseline, seeds that scatter by a tenth: runs go to the promising ideas."""
+    monkeypatch.setattr(f"{__name__}.DEVIATION", 0.1)
+    effects = [-21, -8, -5, *[0] * 9, 5, 5, 8, 8, 10, 12, 15, 20, 20, 30, 35]
+    races = simulate(8, np.log1p(np.array(effects) / 100), 140)
+    assert mean(best_idea(race.findings) == 0 for race in races) >= 0.75
+    assert mean(len(race.ideas[0].values) for race in races) > 8 and mean(len(r.ideas[-1].values) for r in races) < 4
+
+
+def test_effects_of_discoveries_are_hardly_biased():
+    races = simulate(10, FORTY[:20], 200)
+    found = [(race.findings[0].effect, race.effects[0]) for race in races if best_idea(race.findings) == 0]
+    assert len(found) == 10 and abs(mean(effect - true for effect, true in found)) < 0.02
+
+
+# Variances
+
+
+def test_prior_of_variances_is_recovered():
+    """Of many groups whose true variances have a known distribution: 6 degrees of freedom, scale 2."""
+    random = np.random.default_rng(3)
+    true = 6 * 2 / random.chisquare(6, 4000)
+    groups = random.normal(0, np.sqrt(true)[:, None], (4000, 5))  # 4 degrees of freedom each
+    shrunk, freedom, _ = verdicts.moderate_variances([*groups])
+    slope, intercept = np.polyfit(np.var(groups, axis=1, ddof=1), shrunk, 1)
+    assert (slope, intercept) == pytest.approx((4 / 10, 6 * 2 / 10), rel=0.1)
+    assert freedom == pytest.approx([10.0] * 4000, rel=0.1)
+
+
+def test_equal_variances_are_pooled():
+    groups = [[0.0, 1.0, 2.0], [5.0, 6.0, 7.0], [1.0, 2.0, 3.0]]
+    shrunk, freedom, total = verdicts.moderate_variances(groups)
+    assert shrunk == pytest.approx([1.0] * 3) and freedom == pytest.approx([6.0] * 3) and total == 6
+
+
+def test_values_without_any_scatter_are_compared():
+    """Two runs of the same bits, or a metric that is constant."""
+    found = compare([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]], [(0, 1), (0, 2)], MARGIN)
+    assert found.effects == pytest.approx([0.0, 1.0]) and np.isfinite(found.half_widths).all()
+
+
+# Verdicts and allocation
+
+
+def group(*values, failed=0):
+    return Group(list(values), failed)
+
+
+BASE = group(*np.random.default_rng(0).normal(0, 0.01, 20))
+
+
+def test_verdicts_of_clear_ideas():
+    random = np.random.default_rng(1)
+    ideas = [group(*random.normal(mean, 0.01, 20)) for mean in (-0.2, 0.2, 0.0)]
+    findings = assess(BASE, [*ideas, group(), group(0.0)], MARGIN)
+    assert [finding.verdict for finding in findings] == ["better", "worse", "no gain", "unknown", "unknown"]
+    assert math.isnan(findings[3].effect) and math.isnan(findings[4].effect), "of one run"
+    assert best_idea(findings) == 0 and best_idea(findings[1:]) is None
+
+
+def test_idea_that_fails_more_often_is_not_better():
+    values = np.random.default_rng(1).normal(-0.5, 0.01, 20)
+    assert assess(BASE, [group(*values)], MARGIN)[0].verdict == "better"
+    assert assess(BASE, [group(*values, failed=1)], MARGIN)[0].verdict == "failed"
+    # Where the baseline fails too, a somewhat higher rate is not significant, but the idea is not better either.
+    often = Group(BASE.values, failed=5)
+    assert assess(often, [group(*values, failed=7)], MARGIN)[0].verdict == "unknown"
+    assert assess(often, [group(*values, failed=4)], MARGIN)[0].verdict == "better"
+    assert assess(often, [group(*values, failed=60)], MARGIN)[0].verdict == "failed"
+
+
+def test_one_failure_settles_an_idea():
+    races = simulate(20, [math.log(0.8)], 48, failing=[0])
+    assert {race.findings[0].verdict for race in races if race.ideas[0].failed} == {"failed"}
+    assert {race.ideas[0].failed for race in races} <= {0, 1}, "no more runs are spent on it"
+
+
+def test_first_runs_are_of_all_variants():
+    baseline, ideas, order = Group(), [Group(), Group()], []
+    while len(order) < 8:
+        index = choose_next(baseline, ideas, assess(baseline, ideas, MARGIN))
+        order.append(index)
+        (baseline if index == BASELINE else ideas[index]).pending += 1
+    assert order == [BASELINE] * 4 + [0, 1, 0, 1]
+
+
+def test_pending_runs_are_not_planned_twice():
+    baseline = group(-0.05, 0.05, -0.04, 0.04)
+    ideas = [group(mean - 0.05, mean + 0.05) for mean in (-0.06, -0.055, -0.05)]
+    findings, chosen = assess(baseline, ideas, MARGIN), []
+    for _ in range(12):
+        index = choose_next(baseline, ideas, findings)
+        chosen.append(index)
+        (baseline if index == BASELINE else ideas[index]).pending += 1
+    assert len(set(chosen)) == 4, "as more runs of one idea are pending, another one may be the best"
+
+
+def test_settled_ideas_get_no_runs():
+    random = np.random.default_rng(1)
+    settled = [group(*random.normal(0.1, 0.01, 20)), group(*random.normal(0, 0.01, 20)), group(failed=1)]
+    findings = [*assess(BASE, settled, MARGIN), Finding("identical")]
+    assert [finding.verdict for finding in findings] == ["worse", "no gain", "failed", "identical"]
+    assert choose_next(BASE, [*settled, group(0.0, 0.0)], findings) is None
+
+
+def test_round_goes_on_while_another_idea_may_be_better():
+    better = Finding("better", -0.2, 0.05, 0.001, 0.001, 0.01)
+    rival = Finding("unknown", -0.1, 0.3, 0.5, 0.5, 0.1)
+    assert not is_decided([better, rival]) and not is_decided([rival])
+    assert is_decided([better, Finding("unknown", -0.1, 0.3, 0.5, 0.5, 0.01)])
+    assert is_decided([better, Finding("worse", 0.1, 0.05, 0.001, 0.001, 0.1)])
