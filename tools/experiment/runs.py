@@ -177,22 +177,25 @@ class Runs:
     def _has_ended(self, job: Job) -> bool:
         """Note how a run ended; return whether it can be evaluated."""
         name, start_time = self._started[job]
-        failure = self.jobs.failures.get(job)
-        if failure and failure.killed:
+        outcome = self.jobs.outcomes.get(job)  # None: another process has trained it
+        if outcome == "failed":
+            failure = self.jobs.failures[job]
+            message, was_killed = failure.message or "ends with an error after its last step", failure.killed
+        elif outcome == "stopped":
+            message, was_killed = "stopped by a signal from elsewhere", True
+        elif not job.is_finished():
+            message, was_killed = "ends before its last step", False
+        else:
+            if outcome:
+                self.durations.append(time.monotonic() - start_time)
+            return True
+        if was_killed:
             self._killed[name] = self._killed.get(name, 0) + 1
-            print(f"{job.run.path}: {failure.message}", file=sys.stderr)
+            print(f"{job.run.path}: {message}", file=sys.stderr)
             if self._killed[name] < MAX_KILLED:
                 del self.pending[name]  # it is planned again
                 return False
-        if failure:
-            message = failure.message or "ends with an error after its last step"
-            self._keep([self._spent(name, job, failure=message)])
-        elif job.is_finished():
-            if job in self.jobs.outcomes:  # it was trained now
-                self.durations.append(time.monotonic() - start_time)
-            return True
-        else:
-            self.pending.pop(name, None)
+        self._keep([self._spent(name, job, failure=message)])
         return False
 
     def _spent(self, name: str, job: Job, **others: Any) -> Result:
@@ -215,7 +218,7 @@ class Runs:
                 print(self._describe(result, *variant), file=sys.stderr)
 
     def _describe(self, result: Result, variant: Variant, seed: int) -> str:
-        ended = result.failure or f"loss {result.loss:.4f}"
+        ended = result.failure or (f"loss {result.loss:.4f}" if result.loss is not None else "stopped")
         return f"[run {len(self.results)}] {result.run}: {ended}"
 
     def _print_progress(self) -> None:
