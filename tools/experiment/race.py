@@ -148,6 +148,8 @@ class Race:
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
         new = self.new_ideas()
+        if not self.record.ideas:
+            raise ConfigError(f"idea: none in {', '.join(config.ideas)}")
         keys, self.round.out = [*self.round.ideas, *self.round.out], {}  # the limits may have changed
         resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
         test_seed = open_experiment(folder, recipe.checkouts)
@@ -309,7 +311,9 @@ class Race:
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""
         keys, findings = self.findings()
-        others = [key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != self.round.winner]
+        others = [
+            key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != self.round.winner
+        ]
         others += self.new_ideas()
         if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
             return False

@@ -59,7 +59,9 @@ def test_better_ideas_join_the_baseline_one_after_another(experiments):
     # The runs of the idea that joins are those of the next baseline.
     for before, after in zip(result["rounds"], result["rounds"][1:], strict=False):
         [winner] = [idea for idea in before["ideas"] if idea["joined"]]
-        assert after["baseline_runs"] >= winner["runs"] and after["baseline_loss"] == pytest.approx(winner["loss"], 0.01)
+        assert after["baseline_runs"] >= winner["runs"] and after["baseline_loss"] == pytest.approx(
+            winner["loss"], 0.01
+        )
     trained = experiments.trained()
     assert {run["seed"] for run in trained} <= {*range(5000)}
 
@@ -129,7 +131,9 @@ def test_nothing_is_better_that_fails_more_often(fails, verdicts, experiments):
 
 def test_failure_of_one_run_is_failed(experiments):
     """If the baseline's never fail."""
-    experiments.hook("if settings['model.effect_a'] == 0.7 and settings['seed'] == 1:\n    settings['model.fails'] = True")
+    experiments.hook(
+        "if settings['model.effect_a'] == 0.7 and settings['seed'] == 1:\n    settings['model.fails'] = True"
+    )
     result = experiments.race(A, NOTHING)
     assert by_idea(result)[A] == "failed" and not result["stack"]
 
@@ -201,7 +205,9 @@ def test_stopped_race_resumes(number, experiments):
 
 def test_race_stopped_in_a_later_round_resumes_there(experiments):
     together = "settings['model.effect_a'] == 0.7 and settings['model.effect_b'] == 0.8"
-    experiments.hook(f"import signal, time\nif {together}:\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(60)")
+    experiments.hook(
+        f"import signal, time\nif {together}:\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(60)"
+    )
     experiments.race(A, B, error=SystemExit)
     before = {*experiments.started()}
     experiments.hook("")
@@ -224,7 +230,7 @@ def test_ideas_join_a_running_race(experiments):
         opened.write("--model.effect_c 0.9\n'\n")
     result = experiments.race(str(file))
     assert result["stack"] == [A, B, "--model.effect_c 0.9"], "it races on top of what was found"
-    assert experiments.errors.count("ignored: idea: \"'\" cannot be parsed") == 1
+    assert experiments.errors.count('ignored: idea: "\'" cannot be parsed') == 1
 
 
 def test_second_command_in_a_folder_is_refused(experiments):
@@ -310,6 +316,10 @@ def test_edits_during_a_race_reach_no_run(experiments, patches, tmp_path):
     result = experiments.race(A, B, "--config", str(config), "--config", str(other))
     assert result["stack"] == [A, B] and result["failed"] == 0 and source.read_text() == "1 / 0"
     assert {(run["optimizer.lr"], run["evaluation.every"]) for run in experiments.trained()} == {(2.0, 7)}
+    assert "uncommitted" not in experiments.errors
+    patches.git("checkout", "--quiet", "train.py")
+    experiments.race(A, B, "--config", str(config), "--config", str(other), runs=1)
+    assert experiments.errors.count(f"{config}: its uncommitted changes are in no run") == 1
 
 
 def test_patch_of_a_config_file(experiments, patches):
@@ -331,7 +341,9 @@ def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
         assert by_idea(experiments.race(str(patches.folder))) == {shlex.quote(good): "better"}
     assert experiments.errors.count("ignored: ") == 2
     Path(good).unlink()
-    assert "cannot be parsed" in experiments.race(str(patches.folder), error=ConfigError)
+    shutil.rmtree(experiments.folder())
+    assert experiments.race(str(patches.folder), error=ConfigError) == f"idea: none in {patches.folder}"
+    assert not list(experiments.lab.glob("lab-*"))
 
 
 def test_wrong_patches_in_a_folder_are_out(experiments, patches):
@@ -348,7 +360,9 @@ def test_wrong_patches_in_a_folder_are_out(experiments, patches):
     result = experiments.race(str(patches.folder))
     assert by_idea(result) == {good: "better", crash: "failed", str(text): "failed"}
     assert by_idea(result, "message")[str(text)] == "changes neither code that trains nor a setting"
-    assert by_idea(result, "message")[crash].startswith("does not start: ZeroDivisionError: division by zero (train.py:")
+    assert by_idea(result, "message")[crash].startswith(
+        "does not start: ZeroDivisionError: division by zero (train.py:"
+    )
 
 
 def test_failed_checks_are_warnings(experiments, patches):
