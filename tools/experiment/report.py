@@ -78,8 +78,8 @@ def is_identical(results: Mapping[str, Result], baseline: str, variant: str) -> 
 def describe_race(file: Path) -> dict[str, Any]:
     """Return the result of a race as the object of `--json`, and draw its picture.
 
-    Fields: `ideas`, each with the finding of the last round in which it raced, and why it is out later; `rounds`, each with the findings of all
-    its ideas; `stack`, the ideas that the rounds found, in their order.
+    Fields: `ideas`, each with the finding of the last round in which it raced, and why it is out since; `rounds`, each
+    with the findings of all its ideas; `stack`, the ideas that the rounds found, in their order.
     """
     record, results = Record.read(file), read_results(file.parents[1])
     rounds = [describe_round(number, entry, record, results) for number, entry in enumerate(record.rounds, start=1)]

@@ -1,12 +1,10 @@
 """A race, from outside: what it finds, how it resumes and grows, what it costs, and what it refuses."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import pytest
 from config.errors import ConfigError, RunError
 from storage.files import lock
 from tests.conftest import ROOT
-from tools.experiment import race, variant
+from tools.experiment import race
 from tools.jobs import runner
 
 A, B, C, WORSE = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.4"
