@@ -4,7 +4,6 @@ The statistic is that of the race (verdicts.py), so more seeds may be added afte
 """
 
 import json
-import math
 import sys
 import time
 from dataclasses import replace
@@ -176,8 +175,8 @@ def compare(
         if found and pair in known:
             number = known.index(pair)
             effect, half_width = float(found.effects[number]), float(found.half_widths[number])
-            row |= {"effect": math.expm1(effect), "p": float(found.p[number]), "q": float(q[number])}
-            row |= {"low": math.expm1(effect - half_width), "high": math.expm1(effect + half_width)}
+            row |= {"effect": report.change(effect), "p": float(found.p[number]), "q": float(q[number])}
+            row |= {"low": report.change(effect - half_width), "high": report.change(effect + half_width)}
             row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin)
         if verdicts.fails_more_often(group, against_group):
             row["verdict"] = "failed"

@@ -1,6 +1,5 @@
 """The picture of a race: the effect of each idea with its interval, round after round, and its costs beside it."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def draw_idea(axes: Any, height: int, idea: dict[str, Any], reach: float) -> Non
 
 def axis_reach(ideas: list[dict[str, Any]]) -> float:
     """Return how far the axis reaches from zero: to all gains, the intervals of what is better, and most others."""
-    known = [idea for idea in ideas if idea["effect"] is not None and math.isfinite(idea["high"])]
+    known = [idea for idea in ideas if idea["effect"] is not None]
     ends = [max(abs(idea["low"]), abs(idea["high"])) for idea in known]
     gains = [abs(idea["low" if idea["verdict"] == "better" else "effect"]) for idea in known if idea["effect"] < 0]
     return float(np.clip(1.1 * max([*gains, np.quantile(ends or [0], 0.8)]), MIN_REACH, MAX_REACH))

@@ -19,6 +19,8 @@ from tools.experiment.verdicts import Finding, Group
 
 JSON_VERSION = 1
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
+MAX_LOG_RATIO = 700.0
+MAX_CHANGE = 100.0  # an interval that ends above says nothing
 
 
 def main(config: ReportConfig) -> None:
@@ -169,9 +171,9 @@ def describe_idea(
         "round": number,
         "verdict": finding.verdict,
         "message": "; ".join(failures),
-        "effect": math.expm1(finding.effect) if is_known else None,
-        "low": math.expm1(low) if is_known else None,
-        "high": math.expm1(high) if is_known else None,
+        "effect": change(finding.effect) if is_known else None,
+        "low": change(low) if is_known else None,
+        "high": change(high) if is_known else None,
         "p": finding.p if is_known else None,
         "q": finding.q if is_known else None,
         "runs": len(runs),
@@ -181,6 +183,11 @@ def describe_idea(
         **{name: costs[name] for name in COSTS},
         "warnings": described["warnings"],
     }
+
+
+def change(log_ratio: float) -> float:
+    """Return a log ratio as a relative change; one that is too large for a float is very large."""
+    return math.expm1(min(log_ratio, MAX_LOG_RATIO))
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -220,7 +227,7 @@ def number(value: float | None, form: str = ".2f") -> str:
 
 def interval(effect: Mapping[str, Any]) -> str:
     """Format the interval of an effect."""
-    if effect["low"] is None or not math.isfinite(effect["high"]):
+    if effect["low"] is None or effect["high"] > MAX_CHANGE:
         return "-"
     return f"{percent(effect['low'])} to {percent(effect['high'])}"
 
@@ -272,8 +279,8 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
 
 def verdict_text(idea: Mapping[str, Any]) -> str:
     """Return the verdict, and of an open one what is known."""
-    if idea["verdict"] == "unknown" and idea["low"] is not None and math.isfinite(idea["low"]):
-        return f"unknown, gains at most {-100 * idea['low']:.1f}%" if idea["low"] < 0 else "unknown"
+    if idea["verdict"] == "unknown" and idea["low"] is not None and idea["low"] < 0:
+        return f"unknown, gains at most {-100 * idea['low']:.1f}%"
     return idea["verdict"] or "out"
 
 

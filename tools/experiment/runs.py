@@ -170,6 +170,10 @@ class Runs:
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned
         job = variant.job(self.folder, seed)
+        if job.is_finished() and not job.run.checkpoints.exists():  # its result has been lost
+            shutil.rmtree(job.run.path)
+            for file in (delivered := delivered_file(job.run)).parent.glob(f"{delivered.name}.*"):
+                file.unlink()
         self.pending[job.run.path.name] = planned
         self._started[job] = job.run.path.name, time.monotonic()
         return job
@@ -177,22 +181,25 @@ class Runs:
     def _has_ended(self, job: Job) -> bool:
         """Note how a run ended; return whether it can be evaluated."""
         name, start_time = self._started[job]
-        failure = self.jobs.failures.get(job)
-        if failure and failure.killed:
+        outcome = self.jobs.outcomes.get(job)  # None: another process has trained it
+        if outcome == "failed":
+            failure = self.jobs.failures[job]
+            message, was_killed = failure.message or "ends with an error after its last step", failure.killed
+        elif outcome == "stopped":
+            message, was_killed = "stopped by a signal from elsewhere", True
+        elif not job.is_finished():
+            message, was_killed = "ends before its last step", False
+        else:
+            if outcome:
+                self.durations.append(time.monotonic() - start_time)
+            return True
+        if was_killed:
             self._killed[name] = self._killed.get(name, 0) + 1
-            print(f"{job.run.path}: {failure.message}", file=sys.stderr)
+            print(f"{job.run.path}: {message}", file=sys.stderr)
             if self._killed[name] < MAX_KILLED:
                 del self.pending[name]  # it is planned again
                 return False
-        if failure:
-            message = failure.message or "ends with an error after its last step"
-            self._keep([self._spent(name, job, failure=message)])
-        elif job.is_finished():
-            if job in self.jobs.outcomes:  # it was trained now
-                self.durations.append(time.monotonic() - start_time)
-            return True
-        else:
-            self.pending.pop(name, None)
+        self._keep([self._spent(name, job, failure=message)])
         return False
 
     def _spent(self, name: str, job: Job, **others: Any) -> Result:
@@ -205,17 +212,21 @@ class Runs:
         return Result(name, seconds=seconds, sessions=sessions, **others)
 
     def _keep(self, results: Iterable[Result]) -> None:
-        """Add results to the file; a later row of a run replaces an earlier one."""
+        """Add results to the file, where a later row of a run replaces an earlier one, and remove checkpoints."""
         for result in results:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "results.jsonl", "a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+            with open(self.folder / "results.jsonl", "ab+") as file:
+                end = file.tell()
+                file.seek(max(0, end - 1))
+                is_torn = file.read() not in (b"", b"\n")  # a killed process may leave a part of a line
+                file.write(b"\n" * is_torn + json.dumps(asdict(result)).encode() + b"\n")
             self.results[result.run] = result
+            if not result.is_stopped:
+                shutil.rmtree(self.folder / "runs" / result.run / "checkpoints", ignore_errors=True)
             if variant := self.pending.pop(result.run, None):
                 print(self._describe(result, *variant), file=sys.stderr)
 
     def _describe(self, result: Result, variant: Variant, seed: int) -> str:
-        ended = result.failure or f"loss {result.loss:.4f}"
+        ended = result.failure or (f"loss {result.loss:.4f}" if result.loss is not None else "stopped")
         return f"[run {len(self.results)}] {result.run}: {ended}"
 
     def _print_progress(self) -> None:
@@ -230,7 +241,7 @@ class Runs:
     # Evaluation
 
     def _evaluate(self, ended: list[tuple[str, Job]]) -> list[Result]:
-        """Evaluate finished runs; their checkpoints are removed."""
+        """Evaluate finished runs."""
         if not ended:
             return []
         ended = sorted(ended, key=lambda pair: str(self.pending[pair[0]][0].code))  # each code is imported once
@@ -245,7 +256,6 @@ class Runs:
             problem = answer["problem"] or problem_of(loss, excess, self.metric)
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
             results.append(self._spent(name, job, **facts))
-            shutil.rmtree(job.run.checkpoints, ignore_errors=True)  # nothing else reads them
         return results
 
     def request(self, name: str, job: Job) -> dict[str, Any]:

@@ -4,31 +4,31 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tools.experiment import arm, change, confirm, experiment, judge
-from tools.experiment import settings as experiment_settings
-from tools.experiment.settings import ConfirmConfig, ExperimentConfig
+from run.directory import Run
+from tools.experiment import change, confirm, race, report, runs, settings, variant
+from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
+from tools.jobs.launch import Launch
 
 # In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, times the values of all settings
 # model.effect_*, with noise of 0.4% over seeds. A run first executes LAB/hook.py, in which a test says what happens.
 FAKE = """
-import json, math, os, random, sys
+import json, math, os, sys
 EFFECT = 40
-def refuse(message):
-    print(f"train.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
-    "init_from": None, "branch_from": None, "teacher.path": None,
-    "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.effect_d": 1.0,
-    "model.sham": 0, "model.big": False, "model.fails": False, "model.x": False, "model.y": False, "model.z": False,
+    "micro_batch_size": 1, "init_from": None, "branch_from": None, "teacher.path": None,
+    "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.readout": 1.0,
+    "model.sham": 0, "model.big": False, "model.fails": False, "model.crashes": False, "model.x": False,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,
     "data.source": "stories", "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
-    "optimizer.lr": 1.0, "evaluation.every": 10, "evaluation.num_samples": 5, "schedule.warmup_steps": 10,
-    "schedule.decay_steps": None, "tracking.log_every": 1}
-# Patches insert settings below one of these lines.
+    "optimizer.lr": 1.0, "evaluation.num_samples": 5, "evaluation.every": 10, "schedule.warmup_steps": 10,
+    "schedule.decay_steps": None, "schedule.batch_warmup_steps": None, "tracking.log_every": 1}
+# Patches insert lines below one of these.
 # 1
 #
 #
@@ -50,137 +50,196 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
 #
 #
 #
-words = [word for word in sys.argv[1:] if word != "--print_config"]
-words = [part for word in words for part in word.split("=", 1)]
-for option, value in zip(words[::2], words[1::2]):
-    name = option[2:]
-    if name == "config":
-        if not os.path.exists(value):
-            refuse(f"config: {value} does not exist")
-        settings |= json.loads(open(value).read() or "{}")
-        continue
-    if name not in settings:
-        refuse(f"{option} is not a setting; --help lists all")
+def parse(text):
     try:
-        settings[name] = json.loads(value)
-    except ValueError:
-        settings[name] = value
-if settings["model.x"] and settings["model.y"] and settings["model.z"]:
-    refuse("idea: x, y and z are too many")
-if settings["model.x"] and settings["model.sham"]:
-    refuse("idea: x needs no sham")
-nested = {}
-for name, value in settings.items():
-    section, _, last = name.rpartition(".")
-    (nested.setdefault(section, {}) if section else nested)[last] = value
-if "--print_config" in sys.argv:
-    sys.exit(print(json.dumps(nested)))
-run, lab = os.path.join(settings["out_dir"], settings["name"]), os.path.dirname(settings["out_dir"])
-os.makedirs(run, exist_ok=True)
-with open(os.path.join(lab, "started"), "a") as file:
-    print(settings["name"], file=file)
-if os.path.exists(os.path.join(lab, "hook.py")):
-    exec(open(os.path.join(lab, "hook.py")).read())
-excess = EFFECT / settings["steps"] * math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10)
-excess *= math.prod(value for name, value in settings.items() if name.startswith("model.effect_"))
-excess *= 64 / settings["model.d_model"]
-excess *= 1 + 0.004 * random.Random(f"{excess} {settings['seed']} {settings['data.seed']}").gauss(0, 1)
-state = "finished" if math.isfinite(excess) and not settings["model.fails"] else "failed"
-row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
-row |= {"val/excess_loss/names": excess / 2, "val/shifted": excess - 1, "val/nothing": 0.0}
-row |= {"perf/tokens_per_second": 100.0, "state/digest": str(random.Random(excess).random())}
-row["train/tokens"] = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
-with open(run + "/metrics.jsonl", "w") as file:
-    print(json.dumps(row), file=file)
-with open(run + "/config.yaml", "w") as file:
-    json.dump(nested, file)
-size = 1000 * settings["model.d_model"] // 64 * (3 if settings["model.big"] else 2) // 2
-with open(run + "/sessions.jsonl", "w") as file:
-    session = {"step": 0, "mixed_precision": "no", "processes": 1, "shards": 1, "code": "x"}
-    print(json.dumps(session | {"parameters": size, "flops_per_token": 6 * size}), file=file)
-with open(run + "/status.json", "w") as file:
-    reason = "" if state == "finished" else "the loss is nan"
-    json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
-sys.exit(state == "failed")
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
+
+def resolve(given):
+    for name in given:
+        if name not in settings:
+            return {"refused": f"--{name} is not a setting; --help lists all"}
+    found = settings | {name: parse(value) for name, value in given.items()}
+    if found["model.crashes"]:
+        return {"crash": "ValueError: x (train.py:1)"}
+    if found["model.x"] and found["model.sham"]:
+        return {"refused": "model.x: needs no sham"}
+    size = 1000 * found["model.d_model"] // 64 * (3 if found["model.big"] else 2) // 2
+    return {"settings": found, "parameters": size, "flops_per_token": 6 * size, "warnings": WARNINGS,
+        "validation_rows": None}
+WARNINGS = []
+
+def read(file):
+    rows = (line.split(": ", 1) for line in open(file).read().splitlines() if line != "{}")
+    return {name: parse(value.strip("'")) for name, value in rows}
+
+def noise(*seeds):
+    state = sum(7919 ** i * (seed + 1) for i, seed in enumerate(seeds)) % 2**31
+    total = 0
+    for i in range(24):
+        state = (1103515245 * state + 12345) % 2**31
+        total += (state / 2**31) * (i >= 12)
+    return 0.004 * (total - 6)
+
+def main(delivered, words):
+    given = {}
+    for option, value in zip(words[::2], words[1::2]):
+        given |= read(value) if option == "--config" else {option[2:]: parse(value)}
+    settings.update(given)
+    run = os.path.join(settings["out_dir"], settings["name"])
+    lab = os.path.dirname(os.path.dirname(settings["out_dir"]))
+    os.makedirs(run + "/checkpoints/step-1", exist_ok=True)
+    with open(os.path.join(lab, "started"), "a") as file:
+        print(settings["name"], file=file)
+    if os.path.exists(os.path.join(lab, "hook.py")):
+        exec(open(os.path.join(lab, "hook.py")).read(), globals())
+    kind = "model.effect_", "optimizer.", "model.readout"
+    excess = EFFECT / settings["steps"] * math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10)
+    for name, value in settings.items():
+        excess *= value if name.startswith("model.effect_") else 1
+    excess *= 64 / settings["model.d_model"]
+    planted = round(1e6 * excess) if excess == excess else 0
+    excess *= 1 + noise(settings["seed"], settings["data.seed"], planted)
+    digest = str(excess)
+    excess *= settings["model.readout"]
+    state = "finished" if math.isfinite(excess) and not settings["model.fails"] else "failed"
+    tokens = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
+    row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
+    row |= {"val/other": 1.0 + settings["model.effect_b"] * excess, "train/tokens": tokens, "state/digest": digest}
+    with open(run + "/metrics.jsonl", "w") as file:
+        print(json.dumps(row), file=file)
+    with open(run + "/settings.json", "w") as file:
+        json.dump(settings, file)
+    with open(run + "/checkpoints/step-1/manifest.json", "w") as file:
+        print("{}", file=file)
+    os.makedirs(os.path.dirname(delivered), exist_ok=True)
+    with open(delivered + ".0.tokens", "a") as file:
+        print(tokens, file=file)
+    with open(run + "/status.json", "w") as file:
+        reason = "" if state == "finished" else "the loss is nan"
+        json.dump({"state": state, "step": settings["steps"], "reason": reason}, file)
+    return state == "failed"
 """
 
-# In place of tools/experiment/candidate.py, which needs torch.
-CANDIDATE = """
-import json, os, runpy, sys
-code, what, *words = sys.argv[1:]
-if what == "checks":
-    broken = {"cache": "3.7e-02"} if "BROKEN" in open(code + "/train.py").read() else {}
-    sys.exit(print(json.dumps(broken)))
-sys.argv = [code + "/train.py", *words[1:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
+# In place of tools/experiment/variant_program.py, which needs torch.
+PROGRAM = """
+import json, os, sys
+code, what, file, *words = sys.argv[1:]
+sys.path.insert(0, code)
+sys.dont_write_bytecode = True
+import train
+if what == "train":
+    sys.exit(train.main(file, words))
+for line in sys.stdin:
+    print(json.dumps(train.resolve(json.loads(line))), flush=True)
 """
 
 
-def fake_scorer(baseline, runs):
-    """In place of tools/experiment/scorer.py, which needs torch."""
-    return [{"loss": run.newest_metrics()["val/excess_loss"], "problem": ""} for _, run in runs]
+def fake_evaluator(code, requests):
+    """In place of tools/experiment/evaluator.py, which needs torch: the losses that the runs logged."""
+    answers = []
+    for request in requests:
+        run = Run(Path(request["run"]))
+        row, nothing = run.newest_metrics(), {"loss": None, "excess_loss": None}
+        if run.checkpoints.exists():
+            answers.append({"loss": row["val/loss"], "excess_loss": row["val/excess_loss"], "problem": ""})
+        else:
+            answers.append(nothing | {"problem": "it cannot be evaluated: it has no checkpoint"})
+    return answers
+
+
+class Experiments:
+    """Commands of tools.experiment on a fake train.py, and what they left."""
+
+    def __init__(self, root, lab, capsys):
+        self.root, self.lab, self._capsys = root, lab, capsys
+        self.errors = ""
+        """What the last command printed on stderr."""
+        self.output = ""
+
+    def race(self, *arguments, error=None, **options):
+        """Race ideas; return the object of --json, or the text without it, or the message of an error."""
+        options = {"jobs": 2, "json": True, "folder": str(self.lab), **options}
+        return self._run(race.main, ExperimentConfig(arguments=[*arguments], **options), error)
+
+    def confirm(self, *arguments, error=None, **options):
+        options = {"jobs": 2, "json": True, "seeds": 3, "folder": str(self.lab), **options}
+        return self._run(confirm.main, ConfirmConfig(arguments=[*arguments], **options), error)
+
+    def report(self, error=None, **options):
+        return self._run(report.main, ReportConfig(**{"json": True, "folder": str(self.lab), **options}), error)
+
+    def _run(self, main, config, error):
+        (self.lab / "started").unlink(missing_ok=True)
+        self._capsys.readouterr()
+        message = None
+        try:
+            if error:
+                with pytest.raises(error) as raised:
+                    main(config)
+                message = str(raised.value)
+            else:
+                main(config)
+        finally:
+            self.output, self.errors = self._capsys.readouterr()
+        if error:
+            return message
+        return json.loads(self.output, parse_constant=not_json) if config.print_json else self.output
+
+    def hook(self, code):
+        """Let each run execute this before it trains; `settings` and `lab` are its settings and the folder of all."""
+        (self.lab / "hook.py").write_text(code)
+
+    def started(self):
+        """Return the names of the runs that the last command started, in order."""
+        return (self.lab / "started").read_text().split() if (self.lab / "started").exists() else []
+
+    def folder(self):
+        """Return the folder of the only experiment."""
+        [folder] = (path for path in self.lab.iterdir() if (path / "experiment.json").exists())
+        return folder
+
+    def race_file(self):
+        [file] = self.folder().glob("races/*.json")
+        return file
+
+    def settings(self, name):
+        """Return the settings that a run was trained with."""
+        [file] = self.lab.glob(f"*/runs/{name}/settings.json")
+        return json.loads(file.read_text())
+
+    def trained(self):
+        """Return the settings of each run that the last command started."""
+        return [self.settings(name) for name in self.started()]
+
+
+def not_json(name):
+    raise AssertionError(f"{name} is not JSON")
 
 
 @pytest.fixture
-def run_experiment(tmp_path, monkeypatch):
-    """Return a function that runs an experiment with a fake train.py, and lists the runs that it started."""
+def experiments(tmp_path, monkeypatch, capsys):
+    """Commands of tools.experiment on a fake train.py."""
     root, lab = tmp_path / "root", tmp_path / "lab"
     (root / "configs").mkdir(parents=True)
     (root / "train.py").write_text(FAKE)
     config = root / "configs" / "lab.yaml"
-    config.write_text("")
+    config.write_text("{}")
     lab.mkdir()
-    (tmp_path / "candidate.py").write_text(CANDIDATE)
-    monkeypatch.setattr(experiment_settings, "DEFAULT_CONFIG", config)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(settings, "DEFAULT_CONFIG", config)
     monkeypatch.setattr(change, "ROOT", root)
-    for module in (arm, judge):
-        monkeypatch.setattr(module, "CANDIDATE", tmp_path / "candidate.py")
-    monkeypatch.setattr(judge, "run_scorer", fake_scorer)
+    monkeypatch.setattr(variant, "PROGRAM", tmp_path / "program.py")
+    monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
+    monkeypatch.setattr(report, "draw", lambda race, path: None)  # it takes a second
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    handlers = {number: signal.getsignal(number) for number in range(1, 16) if number != 9}
-    printed = []
-    monkeypatch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
-
-    def run(main, config, error):
-        (lab / "started").unlink(missing_ok=True)
-        printed.clear()
-        if error:
-            with pytest.raises(error) as raised:
-                main(config)
-            return str(raised.value)
-        main(config)
-        return json.loads(printed[-1]) if config.print_json else "\n".join(printed)
-
-    def experiment_on(*arguments, error=None, **others):
-        others = {"arguments": [*arguments], "lab": str(lab), "jobs": 2, "json": True, **others}
-        ideas = ExperimentConfig(**others).ideas
-        if len(ideas) == 1 and change.idea_texts(ideas) == ideas:
-            others = {"speedup": False, "margin": 0.003, **others}
-        return run(experiment.main, ExperimentConfig(**others), error)
-
-    def confirm_on(*arguments, error=None, **others):
-        others = {"jobs": 2, "json": True, "seeds": 3, **others}
-        return run(confirm.main, ConfirmConfig(arguments=[*arguments], lab=str(lab), **others), error)
-
-    def started():
-        return (lab / "started").read_text().split() if (lab / "started").exists() else []
-
-    def record():
-        [file] = lab.glob("screens/*/screen.json")
-        return json.loads(file.read_text())
-
-    def on():
-        """Texts of the ideas that are on in each run."""
-        content = record()
-        return [[content["ideas"][key]["text"] for key in run["ideas"]] for run in content["runs"]]
-
-    def hook(code):
-        (lab / "hook.py").write_text(code)
-
-    experiment_on.confirm, experiment_on.started, experiment_on.hook = confirm_on, started, hook
-    experiment_on.record, experiment_on.on = record, on
-    experiment_on.lab, experiment_on.root, experiment_on.printed = lab, root, printed
-    yield experiment_on
+    # Without site packages Python starts three times as fast.
+    parse = Launch.parse
+    fast = Launch((sys.executable, "-IS"))
+    monkeypatch.setattr(Launch, "parse", lambda launch: parse(launch) if launch else fast)
+    handlers = {number: signal.getsignal(number) for number in runner.signals_to_catch()}
+    yield Experiments(root, lab, capsys)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -198,24 +257,31 @@ def git_in(root):
     return git
 
 
-@pytest.fixture
-def write_patch(run_experiment):
-    """Return a function that writes a patch of train.py into a folder; the root becomes a repository."""
-    git, source, folder = git_in(run_experiment.root), run_experiment.root / "train.py", run_experiment.lab / "ideas"
-    folder.mkdir()
+class Patches:
+    """Writes patches of the fake train.py; `folder` is an empty folder of ideas."""
 
-    def write(name, before, after, header="", folder=folder):
+    def __init__(self, experiments):
+        self.git, self.source, self.folder = git_in(experiments.root), experiments.root / "train.py", None
+        self.folder = experiments.lab.parent / "ideas"
+        self.folder.mkdir()
+
+    def write(self, name, before, after, header="", folder=None):
+        """Write a patch that replaces a text; return its path."""
         assert FAKE.count(before) == 1
-        source.write_text(FAKE.replace(before, after))
-        (folder / name).write_text(header + git("diff"))
-        source.write_text(FAKE)
-        return str(folder / name)
+        self.source.write_text(FAKE.replace(before, after))
+        file = (folder or self.folder) / name
+        file.write_text(header + self.git("diff"))
+        self.git("checkout", "--quiet", "train.py")
+        return str(file)
 
-    def setting(name, line, value, default="1.0", folder=folder):
-        """A patch that adds a setting below one of the lines for it."""
+    def effect(self, name, line, value, folder=None):
+        """Write a patch that inserts a setting below one of the lines for it, and gives it a value."""
         header = f"Settings: --model.effect_{name} {value}\n\n"
-        code = f'# {line}\nsettings["model.effect_{name}"] = {default}\n'
-        return write(f"{name}.patch", f"# {line}\n", code, header, folder)
+        code = f'# {line}\nsettings["model.effect_{name}"] = 1.0\n'
+        return self.write(f"{name}.patch", f"# {line}\n", code, header, folder)
 
-    write.setting, write.git, write.folder = setting, git, folder
-    return write
+
+@pytest.fixture
+def patches(experiments):
+    """Makes the folder of the fake train.py a repository, and writes patches of it."""
+    return Patches(experiments)

@@ -1,0 +1,499 @@
+"""A race, from outside: what it finds, how it resumes and grows, what it costs, and what it refuses."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from storage.files import lock
+from tests.conftest import ROOT
+from tools.experiment import race, variant
+from tools.jobs import runner
+
+A, B, C, WORSE = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.4"
+NOTHING, SHAM = "--model.effect_c 1.0001", "--model.sham 1"
+
+
+def by_idea(result, name="verdict"):
+    return {idea["idea"]: idea[name] for idea in result["ideas"]}
+
+
+def stop_at(seed, number="SIGTERM"):
+    """A hook that sends a signal to the command as soon as a run with this seed trains."""
+    code = f"import signal, time\nif settings['seed'] >= {seed}:\n    os.kill(os.getppid(), signal.{number})\n"
+    return code + "    time.sleep(60)\n"
+
+
+# What a race finds
+
+
+def test_better_ideas_join_the_baseline_one_after_another(experiments):
+    ideas = (B, NOTHING, A, WORSE)
+    result = experiments.race(*ideas)
+    assert result["version"] == 1 and result["stack"] == [A, B], "the best first"
+    assert [entry["stack"] for entry in result["rounds"]] == [[], [A], [A, B]]
+    assert [sorted(idea["idea"] for idea in entry["ideas"]) for entry in result["rounds"]] == [
+        sorted(ideas),
+        sorted([B, NOTHING]),  # what is worse does not race again
+        [NOTHING],
+    ]
+    assert by_idea(result) == {A: "better", B: "better", NOTHING: "no gain", WORSE: "worse"}
+    for entry, effects in zip(result["rounds"], ({A: -0.3, B: -0.2, WORSE: 0.4}, {B: -0.2}, {NOTHING: 0}), strict=True):
+        found = {idea["idea"]: idea for idea in entry["ideas"]}
+        for idea, effect in effects.items():
+            assert found[idea]["effect"] == pytest.approx(effect, abs=0.01)
+            assert found[idea]["low"] < effect < found[idea]["high"]
+    first = result["ideas"][0]
+    assert {"p", "q", "runs", "failed", "steps", "tokens", "flops", "seconds", "parameters"} < first.keys()
+    assert first["q"] < 0.05 and first["failed"] == 0 and first["steps"] == first["flops"] == 1
+    names = experiments.started()
+    assert result["runs"] == len(names) == len(set(names)) and result["failed"] == 0
+    # The runs of the idea that joins are those of the next baseline.
+    for before, after in zip(result["rounds"], result["rounds"][1:], strict=False):
+        [winner] = [idea for idea in before["ideas"] if idea["joined"]]
+        assert after["baseline_runs"] >= winner["runs"] and after["baseline_loss"] == pytest.approx(winner["loss"], 0.01)
+    trained = experiments.trained()
+    assert {run["seed"] for run in trained} <= {*range(5000)}
+
+    assert experiments.race(*ideas) == result and not experiments.started()
+    assert experiments.race(*ideas, runs=1) == result and not experiments.started()
+
+
+def test_ideas_that_hurt_together_do_not_join_both(experiments):
+    together = "settings['model.effect_a'] == 0.7 and settings['model.effect_b'] == 0.8"
+    experiments.hook(f"if {together}:\n    settings['model.effect_c'] = 1.3")
+    result = experiments.race(A, B)
+    assert result["stack"] == [A]
+    assert [idea["verdict"] for entry in result["rounds"] for idea in entry["ideas"]] == ["better", "better", "worse"]
+
+
+def test_one_idea_is_a_race_of_one(experiments):
+    result = experiments.race(A)
+    assert by_idea(result) == {A: "better"} and result["stack"] == [A] and len(result["rounds"]) == 1
+    assert result["runs"] < 12
+    assert by_idea(experiments.race(WORSE)) == {WORSE: "worse"}
+    assert len(experiments.started()) < 4, "the baseline's runs are those of the first race"
+
+
+def test_idea_that_gains_nothing_gets_no_more_runs(experiments):
+    close = "--model.effect_a 0.998"
+    result = experiments.race(NOTHING, close, A, margin=0.002, runs=40)
+    assert by_idea(result)[NOTHING] != "better" and by_idea(result)[A] == "better"
+    result = experiments.race(NOTHING, runs=40)
+    assert by_idea(result) == {NOTHING: "no gain"} and by_idea(result, "runs")[NOTHING] <= 3
+
+
+def test_unknown_idea_gains_at_most(experiments):
+    result = experiments.race(NOTHING, runs=12, margin=1e-4)
+    [idea] = result["ideas"]
+    assert idea["verdict"] == "unknown" and result["runs"] == 12 and -0.02 < idea["low"] < -1e-4
+    text = experiments.race(NOTHING, runs=12, margin=1e-4, json=False)
+    assert f"unknown, gains at most {-100 * idea['low']:.1f}%" in text and not experiments.started()
+
+
+def test_identical_and_failed_ideas(experiments):
+    fails, default = "--model.fails true", "--model.sham 0"
+    result = experiments.race(SHAM, fails, default)
+    assert by_idea(result) == {SHAM: "identical", fails: "failed", default: "identical"} and not result["stack"]
+    runs = [(run["model.sham"], run["model.fails"]) for run in experiments.trained()]
+    assert runs.count((1, False)) <= 2 and runs.count((0, True)) <= 2
+    assert by_idea(result, "message")[fails] == "the loss is nan" and by_idea(result, "failed")[fails] >= 1
+    assert by_idea(result, "effect")[fails] is None and len(result["rounds"]) == 1
+
+
+def test_other_loss_of_equal_weights_is_not_identical(experiments):
+    readout = "--model.readout 0.8"
+    result = experiments.race(readout)
+    assert by_idea(result) == {readout: "better"}
+
+
+@pytest.mark.parametrize(("fails", "verdicts"), [("% 5 == 4", {"better"}), ("% 2 == 1", {"unknown", "failed"})])
+def test_nothing_is_better_that_fails_more_often(fails, verdicts, experiments):
+    """A fifth of the baseline's runs fail."""
+    experiments.hook(
+        "is_idea = settings['model.effect_a'] == 0.7\n"
+        f"if settings['seed'] {fails} if is_idea else settings['seed'] % 5 == 4:\n    settings['model.fails'] = True"
+    )
+    result = experiments.race(A, runs=24, jobs=1)
+    [idea] = result["ideas"]
+    assert idea["verdict"] in verdicts and bool(result["stack"]) == (idea["verdict"] == "better")
+
+
+def test_failure_of_one_run_is_failed(experiments):
+    """If the baseline's never fail."""
+    experiments.hook("if settings['model.effect_a'] == 0.7 and settings['seed'] == 1:\n    settings['model.fails'] = True")
+    result = experiments.race(A, NOTHING)
+    assert by_idea(result)[A] == "failed" and not result["stack"]
+
+
+def test_baseline_that_does_not_train_is_an_error(experiments):
+    message = experiments.race(A, "--model.fails", "true", error=RunError)
+    assert message == "the baseline does not train: the loss is nan" and len(experiments.started()) <= 4
+    assert json.loads(experiments.output) == {"version": 1, "exit_code": 1, "message": message}
+    assert "does not start: ValueError" in experiments.race(A, "--model.crashes", "true", error=RunError)
+
+
+def test_idea_that_crashes_at_the_start_is_out(experiments):
+    crashes = "--model.crashes true"
+    result = experiments.race(crashes, A)
+    assert by_idea(result) == {crashes: "failed", A: "better"}
+    assert by_idea(result, "message")[crashes] == "does not start: ValueError: x (train.py:1)"
+    assert by_idea(result, "runs")[crashes] == 0
+
+
+# Budgets, stops and growth
+
+
+def test_runs_of_earlier_commands_count(experiments):
+    options = {"margin": 1e-4, "jobs": 1}
+    assert experiments.race(NOTHING, runs=8, **options)["runs"] == 8
+    first = experiments.started()
+    assert experiments.race(NOTHING, runs=13, **options)["runs"] == 13
+    assert len(experiments.started()) == 5 and not {*experiments.started()} & {*first}
+
+
+def test_best_idea_joins_when_the_budget_is_spent(experiments):
+    """Although another may be as good."""
+    close = "--model.effect_b 0.7001"
+    result = experiments.race(A, close, runs=14)
+    assert result["runs"] == 14 and by_idea(result) == {A: "better", close: "better"}
+    assert len(result["stack"]) == 1
+
+
+def test_rounds_are_limited_and_continued(experiments):
+    result = experiments.race(A, B, rounds=1)
+    assert result["stack"] == [A] and len(result["rounds"]) == 1
+    assert experiments.race(A, B, rounds=1) == result and not experiments.started()
+    result = experiments.race(A, B)
+    assert result["stack"] == [A, B] and len(result["rounds"]) == 2
+    assert experiments.race(A, B, rounds=1) == result and not experiments.started()
+
+
+def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
+    """By a clock on which each run takes a minute."""
+    clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()))
+    for module in ("race", "runs"):
+        monkeypatch.setattr(f"tools.experiment.{module}.time", clock)
+    result = experiments.race(NOTHING, minutes=10, jobs=1, margin=1e-4)
+    assert 8 <= result["runs"] <= 10
+    assert 8 <= experiments.race(NOTHING, minutes=10, jobs=1, margin=1e-4)["runs"] - result["runs"] <= 10
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_stopped_race_resumes(number, experiments):
+    experiments.hook(stop_at(3, number))
+    experiments.race(A, B, error=SystemExit)
+    assert json.loads(experiments.output)["exit_code"] == 75
+    before = [name for name in experiments.started() if int(name.rpartition("-")[2]) < 3]
+    experiments.hook("")
+    result = experiments.race(A, B)
+    assert len(before) >= 3 and not {*before} & {*experiments.started()}
+    assert result["stack"] == [A, B] and result["failed"] == 0
+
+
+def test_race_stopped_in_a_later_round_resumes_there(experiments):
+    together = "settings['model.effect_a'] == 0.7 and settings['model.effect_b'] == 0.8"
+    experiments.hook(f"import signal, time\nif {together}:\n    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(60)")
+    experiments.race(A, B, error=SystemExit)
+    before = {*experiments.started()}
+    experiments.hook("")
+    result = experiments.race(A, B)
+    assert result["stack"] == [A, B] and len(result["rounds"]) == 2
+    both = {settings["name"] for settings in experiments.trained() if settings["model.effect_a"] == 0.7}
+    assert both >= {*experiments.started()} & before, "only what was stopped is trained again"
+
+
+def test_ideas_join_a_running_race(experiments):
+    file = experiments.lab / "ideas.txt"
+    file.write_text(f"{NOTHING}\n# a comment\n")
+    more = f"{A}\n--model.nope 1\n{B}\n"
+    experiments.hook(f"if settings['name'].endswith('-3'):\n    open({str(file)!r}, 'a').write({more!r})")
+    result = experiments.race(str(file))
+    assert result["stack"] == [A, B] and by_idea(result)[NOTHING] == "no gain"
+    out = {idea["idea"]: idea["message"] for idea in result["ideas"]}
+    assert out["--model.nope 1"] == "--model.nope is not a setting; --help lists all"
+    with file.open("a") as opened:
+        opened.write("--model.effect_c 0.9\n'\n")
+    result = experiments.race(str(file))
+    assert result["stack"] == [A, B, "--model.effect_c 0.9"], "it races on top of what was found"
+    assert experiments.errors.count("ignored: idea: \"'\" cannot be parsed") == 1
+
+
+def test_second_command_in_a_folder_is_refused(experiments):
+    experiments.race(A, runs=4)
+    before = experiments.race_file().read_text()
+    with open(experiments.folder() / ".lock", "w") as other:
+        assert lock(other)
+        assert "another process runs" in experiments.race(A, error=ConfigError)
+    assert not experiments.started() and experiments.race_file().read_text() == before
+
+
+def test_first_runs_are_of_all_variants(experiments):
+    """Runs in training count as if they had ended."""
+    experiments.race(A, B, jobs=8, runs=8)
+    kinds = [(run["model.effect_a"], run["model.effect_b"]) for run in experiments.trained()]
+    assert kinds.count((1, 1)) == 4 and kinds.count((0.7, 1)) == kinds.count((1, 0.8)) == 2
+
+
+# Code
+
+
+def test_patches_are_merged_and_the_stack_is_written(experiments, patches, tmp_path):
+    """As one config and one patch, with which train.py trains the runs of the stack."""
+    one, three = patches.effect("one", 1, 0.7), patches.effect("three", 3, 0.9)
+    result = experiments.race(str(patches.folder), B)
+    assert result["stack"] == [one, B, three]
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", experiments.root, clone], check=True)
+    subprocess.run(["git", "apply", result["stack_patch"]], cwd=clone, check=True)
+    (tmp_path / "out").mkdir()
+    code = "import train; train.main('out/delivered/x', ['--config', CONFIG, '--out_dir', 'lab/e/runs', '--name', 'x'])"
+    code = code.replace("CONFIG", repr(result["stack_config"]))
+    (tmp_path / "lab" / "e" / "runs").mkdir(parents=True)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(clone)}, check=True)
+    own = json.loads((tmp_path / "lab" / "e" / "runs" / "x" / "settings.json").read_text())
+    trained = next(run for run in experiments.trained() if run.get("model.effect_three") and run.get("model.effect_one"))
+    assert {name for name in own if own[name] != trained[name]} <= {"name", "out_dir", "seed"}
+    assert own["model.effect_one"] == 0.7 and own["model.effect_b"] == 0.8 and own["model.effect_three"] == 0.9
+
+
+def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
+    one = patches.write("one.patch", "EFFECT = 40", "EFFECT = 28")
+    two = patches.write("two.patch", "EFFECT = 40", "EFFECT = 32")
+    result = experiments.race(str(patches.folder), A.replace("0.7", "0.9"))
+    assert result["stack"] == [one, "--model.effect_a 0.9"]
+    found = {idea["idea"]: idea for idea in result["ideas"]}
+    assert found[two]["verdict"] == "better" and found[two]["effect"] == pytest.approx(-0.2, abs=0.01)
+    assert "git apply fails" in found[two]["message"] and "train.py" in found[two]["message"]
+    assert f"{two}: git apply fails" in experiments.race(str(patches.folder), A.replace("0.7", "0.9"), json=False)
+
+
+def test_idea_that_sets_a_setting_of_the_stack_is_out(experiments):
+    other = "--model.effect_a 0.8"
+    result = experiments.race(A, other)
+    assert result["stack"] == [A] and by_idea(result)[other] == "better"
+    assert by_idea(result, "message")[other] == f"sets model.effect_a, as {A!r} in the baseline does"
+    assert not [run for run in experiments.trained() if run["model.effect_a"] == 0.56]
+
+
+def test_branch_and_working_tree_are_compared_with_their_base(experiments, patches):
+    git, source = patches.git, patches.source
+    git("checkout", "--quiet", "-b", "mine")
+    source.write_text(source.read_text().replace("EFFECT = 40", "EFFECT = 30"))
+    before = git("status", "--porcelain")
+    result = experiments.race(".")
+    assert by_idea(result) == {".": "better"} and result["ideas"][0]["effect"] == pytest.approx(-0.25, abs=0.01)
+    assert git("status", "--porcelain") == before
+    git("commit", "--quiet", "--all", "--message", "an idea")
+    again = experiments.race("mine --optimizer.lr 1.0")
+    assert again["ideas"][0]["effect"] == result["ideas"][0]["effect"] and not experiments.started()
+
+
+def test_edits_during_a_race_reach_no_run(experiments, patches, tmp_path):
+    source, config = experiments.root / "train.py", experiments.root / "configs" / "lab.yaml"
+    config.write_text("optimizer.lr: 2.0\n")
+    patches.git("commit", "--quiet", "--all", "--message", "a config")
+    other = tmp_path / "other.yaml"
+    other.write_text("evaluation: {every: 7}\n")
+    experiments.hook(
+        f"open({str(source)!r}, 'w').write('1 / 0')\nopen({str(config)!r}, 'w').write('optimizer.lr: 3.0')\n"
+        f"open({str(other)!r}, 'w').write('evaluation: {{every: 8}}')"
+    )
+    result = experiments.race(A, B, "--config", str(config), "--config", str(other))
+    assert result["stack"] == [A, B] and result["failed"] == 0 and source.read_text() == "1 / 0"
+    assert {(run["optimizer.lr"], run["evaluation.every"]) for run in experiments.trained()} == {(2.0, 7)}
+
+
+def test_patch_of_a_config_file(experiments, patches):
+    config = experiments.root / "configs" / "lab.yaml"
+    config.write_text("optimizer.lr: 1.0\n")
+    patches.git("commit", "--quiet", "--all", "--message", "a config")
+    config.write_text("optimizer.lr: 3.0\n")
+    patch = patches.folder / "lr.patch"
+    patch.write_text(patches.git("diff"))
+    patches.git("checkout", "--quiet", ".")
+    assert by_idea(experiments.race(str(patch))) == {str(patch): "worse"}
+
+
+def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
+    good = str(Path(patches.effect("new", 1, 0.7)).rename(patches.folder / "a good one.patch"))
+    (patches.folder / "quote.patch").write_text("Settings: --model.sham 1  # Adam's\n" + Path(good).read_text())
+    (patches.folder / "stale.patch").write_text(Path(good).read_text().replace("-#", "-what is not there"))
+    for _ in range(2):
+        assert by_idea(experiments.race(str(patches.folder))) == {shlex.quote(good): "better"}
+    assert experiments.errors.count("ignored: ") == 2
+    Path(good).unlink()
+    assert "cannot be parsed" in experiments.race(str(patches.folder), error=ConfigError)
+
+
+def test_wrong_patches_in_a_folder_are_out(experiments, patches):
+    crash = patches.write("crash.patch", "# 1\n", "# 1\n1 / 0\n")
+    page = experiments.root / "README.md"
+    page.write_text("before")
+    patches.git("add", ".")
+    patches.git("commit", "--quiet", "--message", "a page")
+    page.write_text("after")
+    text = patches.folder / "text.patch"
+    text.write_text(patches.git("diff"))
+    patches.git("checkout", "--quiet", ".")
+    good = patches.effect("good", 1, 0.7)
+    result = experiments.race(str(patches.folder))
+    assert by_idea(result) == {good: "better", crash: "failed", str(text): "failed"}
+    assert by_idea(result, "message")[str(text)] == "changes neither code that trains nor a setting"
+    assert by_idea(result, "message")[crash].startswith("does not start: ZeroDivisionError: division by zero (train.py:")
+
+
+def test_failed_checks_are_warnings(experiments, patches):
+    patch = patches.write("x.patch", "WARNINGS = []", "WARNINGS = ['cache: 3.7e-02']")
+    result = experiments.race(patch, A, runs=10)
+    assert by_idea(result, "warnings") == {patch: ["cache: 3.7e-02"], A: []}
+    text = experiments.race(patch, A, runs=10, json=False)
+    assert f"warning: {patch} fails a check of verify.py: cache: 3.7e-02" in text
+
+
+# Costs
+
+
+def test_costs_are_relative_to_the_baseline(experiments):
+    longer, big = "--steps 200", "--model.big true"
+    result = experiments.race(longer, big)
+    found = {idea["idea"]: idea for idea in result["rounds"][0]["ideas"]}
+    assert [found[longer][name] for name in ("steps", "tokens", "flops", "parameters")] == [2, 2, 2, 1]
+    assert [found[big][name] for name in ("steps", "tokens", "flops", "parameters")] == [1, 1, 1.5, 1.5]
+    assert found[longer]["verdict"] == "better" and found[big]["verdict"] == "identical"
+    assert found[big]["seconds"] > 0
+
+
+def test_tokens_that_the_model_read_count(experiments, patches):
+    patch = patches.write("twice.patch", "    tokens = settings", "    tokens = 2 * settings")
+    [idea] = experiments.race(patch)["ideas"]
+    assert idea["tokens"] == idea["flops"] == 2 and idea["steps"] == 1
+
+
+def test_equal_flops_scales_steps_and_schedule(experiments):
+    big = "--model.big true --model.effect_a 0.5"
+    result = experiments.race(big, B, equal="flops")
+    found = {idea["idea"]: idea for idea in result["rounds"][0]["ideas"]}
+    assert found[big]["flops"] == pytest.approx(1, abs=0.01) and found[big]["steps"] == pytest.approx(2 / 3, abs=0.01)
+    assert found[big]["effect"] == pytest.approx(1.5 * 0.5 - 1, abs=0.02), "fewer steps"
+    assert found[B]["steps"] == 1 and result["equal"] == "flops"
+    runs = {run["model.big"]: run for run in experiments.trained() if run["model.effect_b"] == 1}
+    names = "steps", "schedule.warmup_steps", "data.num_samples", "schedule.decay_steps"
+    assert [runs[True][name] for name in names] == [67, 7, 67, None]
+    assert [runs[False][name] for name in names] == [100, 10, 100, None]
+    # On top of the larger model, all runs cost what those of the first baseline do.
+    assert result["stack"] == [big, B] or result["stack"] == [B, big]
+    assert {run["steps"] for run in experiments.trained()} == {100, 67}
+    assert {run["steps"] for run in experiments.trained() if run["model.big"]} == {67}
+    assert "steps: 67" in Path(result["stack_config"]).read_text()
+
+
+def test_equal_seconds_scales_steps_and_resumes(experiments, monkeypatch):
+    """An idea of twice the seconds a step; the schedule of the second command is that of the first."""
+    monkeypatch.setattr(runner, "visible_gpus", lambda: [])
+    file = experiments.lab / "ideas.txt"
+    file.write_text("--model.x true\n")
+    more = f"--model.x true\n{B}\n"
+    experiments.hook(
+        "import time\nend = time.process_time() + 0.004 * settings['steps'] * (1 + settings['model.x'])\n"
+        "while settings['evaluation.num_samples'] == 2 and time.process_time() < end:\n    pass\n"
+        f"if settings['seed'] == 3:\n    open({str(file)!r}, 'w').write({more!r})"
+    )
+    result = experiments.race(str(file), equal="seconds")
+    first = by_idea(result, "steps")
+    assert first["--model.x true"] == pytest.approx(0.5, abs=0.15) and first[B] == pytest.approx(1, abs=0.3)
+    assert result["failed"] == 0 and result["stack"] == [B]
+    assert experiments.race(str(file), equal="seconds") == result and not experiments.started()
+
+
+def test_ideas_above_a_limit_are_out_before_anything_runs(experiments):
+    big = "--model.big true --model.effect_b 0.5"
+    result = experiments.race(A, big, max_parameters=1.2)
+    assert by_idea(result) == {A: "better", big: "failed"} and result["stack"] == [A]
+    reason = "has 1.500 times the parameters of the baseline; --max_parameters is 1.2"
+    assert by_idea(result, "message")[big] == reason and f"idea: {big}: {reason}\n" in experiments.errors
+    assert not [run for run in experiments.trained() if run["model.big"]]
+    assert "--max_flops is 1.2" in by_idea(experiments.race(big, max_flops=1.2), "message")[big]
+    assert not experiments.started()
+    assert by_idea(experiments.race(big, max_flops=1.6)) == {big: "better"}, "it is checked again"
+
+
+def test_compute_multiplier_of_what_was_found(experiments):
+    result = experiments.race(A, B, compute_multiplier=True)
+    ratio, low, high = result["compute_multiplier"]
+    assert low < 1 / (0.7 * 0.8) < high and ratio == pytest.approx(1 / (0.7 * 0.8), rel=0.02)
+    assert experiments.race(A, B, compute_multiplier=True) == result and not experiments.started()
+    assert experiments.race(WORSE, compute_multiplier=True)["compute_multiplier"] is None
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([A, "--model.nope 1"], "--model.nope is not a setting"),
+        ([A, "--data.path x"], "changes which tokens are predicted"),
+        ([A, "--seq_len 16"], "changes which tokens are predicted"),
+        (["--evaluation.num_samples 6"], "changes which tokens are predicted"),
+        ([A, "--seed 3"], "is set for each run"),
+        ([A, "--model.effect_a 2 --resume=never"], "is set for each run"),
+        ([A, "--model.effect_a 2 --print_config"], "or prints something"),
+        ([A, "nowhere.patch"], "is not the root of a git repository"),
+        ([A, ""], "is empty"),
+        ([A, "--model.nope", "1"], "--model.nope is not a setting"),
+        ([A, "--seed", "1"], "seed: is set for each run"),
+        ([A, "--out_dir=x"], "out_dir: is set for each run"),
+        ([A, "--config", "absent.yaml"], "config: absent.yaml: No such file or directory"),
+        ([A, "--steps"], "steps: has no value"),
+        ([], "name at least one"),
+        (["--model.effect_a", "0.7"], "quote settings"),
+    ],
+)
+def test_refused_before_anything_is_written(words, message, experiments):
+    assert message in experiments.race(*words, error=ConfigError)
+    printed = json.loads(experiments.output)
+    assert printed["exit_code"] == 2 and message in printed["message"] and printed["version"] == 1
+    assert not list(experiments.lab.iterdir())
+
+
+def test_command_line(tmp_path):
+    """Wrong settings are found by the real code, before a folder is made."""
+    command = [sys.executable, "-m", "tools.experiment", "--model.nope 1", "--folder", str(tmp_path / "lab")]
+    done = subprocess.run([*command, "--json", "true"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "model.nope" in json.loads(done.stdout)["message"]
+    assert "tools.experiment: error: idea: '--model.nope 1'" in done.stderr and not (tmp_path / "lab").exists()
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(RunError("x"), 1), (OSError("x"), 1), (KeyboardInterrupt(), 130)])
+def test_json_has_one_object_for_errors(error, exit_code, experiments, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(race.Race, "run", fail)
+    experiments.race(A, error=type(error))
+    message = str(error) or "KeyboardInterrupt"
+    assert json.loads(experiments.output) == {"version": 1, "exit_code": exit_code, "message": message}
+
+
+@pytest.mark.parametrize(("launch", "at_once"), [(None, 2), ("bash", 1)])
+def test_runs_at_once_and_their_threads(launch, at_once, experiments, monkeypatch):
+    monkeypatch.setattr(runner, "available_cores", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = []
+
+    def run(self):
+        found.extend([self.jobs.max_running, self.jobs.threads])
+        raise RunError("x")
+
+    monkeypatch.setattr(race.Race, "run", run)
+    experiments.race(A, jobs=None, launch=launch, error=RunError)
+    assert found == [at_once, None if launch else 1]
