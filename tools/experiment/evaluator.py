@@ -179,7 +179,7 @@ class Data:
         indices = [index for step in range(config.steps) for index in order.indices(step)]
         expected = Counter(self.hash_training_sequences(indices))
         surplus = Counter(delivered.tolist()) - expected
-        allowed = num_sessions * (config.global_batch_size + READ_AHEAD * num_processes)
+        allowed = num_sessions * config.global_batch_size + (num_sessions - 1) * READ_AHEAD * num_processes
         if surplus.keys() <= expected.keys() and surplus.total() <= allowed:
             return ""
         return f"{surplus.total():,} of the {len(delivered):,} sequences read for training are not in its batches"

@@ -28,7 +28,7 @@ from storage.json_objects import parse_object
 from tools.experiment import change, report, verdicts
 from tools.experiment.change import Checkouts, head_commit, idea_texts, is_patch, parse_idea, split_words
 from tools.experiment.record import RECORD_VERSION, Record, Round, describe
-from tools.experiment.runs import Next, Runs
+from tools.experiment.runs import Next, Runs, runs_of
 from tools.experiment.settings import ExperimentConfig, IdeasConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_steps
 from tools.experiment.verdicts import BASELINE, Finding
@@ -374,8 +374,7 @@ class Race:
     def is_budget_spent(self) -> bool:
         """Return whether no further run may start."""
         digests = {one["digest"] for entry in self.record.rounds for one in (entry.baseline, *entry.ideas.values())}
-        names = [*self.runs.pending, *(name for name, result in self.runs.results.items() if not result.is_stopped)]
-        trained = sum(name.rpartition("-")[0] in digests and report.is_race_seed(name) for name in names)
+        trained = len(self.runs.pending) + sum(len(runs_of(self.runs.results, digest)) for digest in digests)
         limit: float = self.config.runs or math.inf
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS

@@ -13,9 +13,9 @@ from config.paths import expand_user_path
 from tools.experiment import verdicts
 from tools.experiment.picture import draw, label
 from tools.experiment.record import Record, Round
-from tools.experiment.runs import FIRST_RESERVED_SEED, Result, read_results
+from tools.experiment.runs import Result, group_of, read_results, runs_of
 from tools.experiment.settings import ReportConfig
-from tools.experiment.verdicts import Finding, Group
+from tools.experiment.verdicts import Finding
 
 JSON_VERSION = 1
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
@@ -46,23 +46,6 @@ def modification_time(file: Path) -> float:
 
 
 # From the runs to a result
-
-
-def is_race_seed(run: str) -> bool:
-    """Return whether the run of this name belongs to races; confirmations have seeds of their own."""
-    return int(run.rpartition("-")[2]) < FIRST_RESERVED_SEED
-
-
-def runs_of(results: Mapping[str, Result], digest: str) -> list[Result]:
-    """Return the ended runs of a variant in races."""
-    found = (result for name, result in results.items() if name.rpartition("-")[0] == digest and is_race_seed(name))
-    return [result for result in found if not result.is_stopped]
-
-
-def group_of(runs: Iterable[Result]) -> Group:
-    """Return the values of runs."""
-    runs = list(runs)
-    return Group([run.value for run in runs if not run.failure], sum(bool(run.failure) for run in runs))
 
 
 def is_identical(results: Mapping[str, Result], baseline: str, variant: str) -> bool:

@@ -8,9 +8,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +66,16 @@ class Result:
     """Whether it was stopped and is to be resumed: `seconds` and `sessions` are those so far."""
 
     @property
+    def digest_of_variant(self) -> str:
+        """Digest of its variant."""
+        return self.run.rpartition("-")[0]
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return int(self.run.rpartition("-")[2])
+
+    @property
     def value(self) -> float:
         """The logarithm of the excess loss, or of the loss where the entropy is unknown."""
         return math.log(self.loss if self.excess_loss is None else self.excess_loss)  # pyright: ignore[reportArgumentType]
@@ -95,23 +106,16 @@ class Runs:
 
     # What is known
 
-    def group(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> Group:
-        """Return the results of a variant with seeds in a range."""
-        group = Group()
-        for result in self.of_variant(variant, first_seed, end):
-            if result.failure:
-                group.failed += 1
-            else:
-                group.values.append(result.value)
-        names = (name for name, (other, seed) in self.pending.items() if other.digest == variant.digest)
-        group.pending = sum(first_seed <= int(name.rpartition("-")[2]) < end for name in names)
-        return group
-
     def of_variant(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> list[Result]:
-        """Return the results of a variant with seeds in a range, in the order of the seeds."""
-        named = (result.run.rpartition("-") for result in self.results.values() if not result.is_stopped)
-        seeds = sorted(int(seed) for digest, _, seed in named if digest == variant.digest)
-        return [self.results[f"{variant.digest}-{seed}"] for seed in seeds if first_seed <= seed < end]
+        """Return the runs of a variant that have ended, with seeds in a range."""
+        return runs_of(self.results, variant.digest, first_seed, end)
+
+    def group(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> Group:
+        """Return the results of a variant with seeds in a range, and how many of its runs are pending."""
+        group = group_of(self.of_variant(variant, first_seed, end))
+        pending = [seed for other, seed in self.pending.values() if other.digest == variant.digest]
+        group.pending = sum(first_seed <= seed < end for seed in pending)
+        return group
 
     def next_seed(self, variant: Variant, first_seed: int = 0) -> int:
         """Return the first seed that the variant has not been trained with."""
@@ -325,6 +329,21 @@ def read_tokens(job: Job) -> float | None:
         return float(sum(int(count) for session in counts for count in session)) or None
     except (OSError, ValueError):
         return None
+
+
+def runs_of(
+    results: Mapping[str, Result], digest: str, first_seed: int = 0, end: int = FIRST_RESERVED_SEED
+) -> list[Result]:
+    """Return the runs of the variant with this digest that have ended, by seed; by default those of races."""
+    ended = [(result.seed, result) for result in results.values() if result.digest_of_variant == digest]
+    in_range = ((seed, result) for seed, result in ended if first_seed <= seed < end and not result.is_stopped)
+    return [result for _, result in sorted(in_range, key=itemgetter(0))]
+
+
+def group_of(runs: Iterable[Result]) -> Group:
+    """Return the values of runs that have ended."""
+    runs = list(runs)
+    return Group([run.value for run in runs if not run.failure], sum(bool(run.failure) for run in runs))
 
 
 def read_results(folder: Path) -> dict[str, Result]:

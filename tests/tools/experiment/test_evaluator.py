@@ -20,7 +20,7 @@ from tools.experiment.evaluator import Data, held_out
 
 TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
 SETTINGS = flat_settings(TINY) | {"steps": 12, "model.dropout": 0.0, "evaluation.num_samples": 40}
-SETTINGS |= {"model.max_position_embeddings": 256, "evaluation.every": 12}
+SETTINGS |= {"model.max_position_embeddings": 256, "evaluation.every": 12, "data.num_samples": 100}
 TEST_SEED = 12345
 # Code that does what the setting model.trick says, before a line of a file.
 TRICKS = {
