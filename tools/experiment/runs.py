@@ -167,7 +167,7 @@ class Runs:
                     print("evaluating the last runs ...", file=sys.stderr)
                 self._keep([*(evaluation.result() if evaluation else []), *self._evaluate(ended)])
                 for job, (name, _) in self._started.items():
-                    if self.jobs.outcomes.get(job) == "stopped":
+                    if self.jobs.outcomes.get(job) == "stopped" and not self.is_known(name):
                         self._keep([self._spent(name, job, is_stopped=True)])
                 self.pending.clear()
 

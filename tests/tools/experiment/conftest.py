@@ -93,7 +93,7 @@ def main(delivered, words):
     with open(os.path.join(lab, "started"), "a") as file:
         print(settings["name"], file=file)
     if os.path.exists(os.path.join(lab, "hook.py")):
-        exec(open(os.path.join(lab, "hook.py")).read(), globals())
+        exec(open(os.path.join(lab, "hook.py")).read(), globals() | {"lab": lab})
     kind = "model.effect_", "optimizer.", "model.readout"
     excess = EFFECT / settings["steps"] * math.exp(math.log(settings["optimizer.lr"] or math.nan) ** 2 / 10)
     for name, value in settings.items():

@@ -1,0 +1,224 @@
+"""The runs of an experiment: killed, stopped, lost and damaged ones, and what their losses are."""
+
+import json
+import shutil
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from tests.tools.experiment.conftest import fake_evaluator
+from tools.experiment import runs
+from tools.experiment.runs import MAX_KILLED, problem_of
+
+A, B, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001"
+
+
+def results(experiments):
+    return [json.loads(line) for line in (experiments.folder() / "results.jsonl").read_text().splitlines()]
+
+
+# Runs that end otherwise
+
+
+@pytest.mark.parametrize("code", ["os.kill(os.getpid(), 9)", "sys.exit(75)"])
+def test_killed_run_is_trained_again(code, experiments):
+    """Twice it is killed, or stopped from elsewhere."""
+    experiments.hook(
+        "if settings['model.effect_a'] == 0.7 and settings['seed'] == 1:\n"
+        "    log = open(lab + '/killed', 'a+')\n    log.write('x')\n    log.flush()\n    log.seek(0)\n"
+        f"    if len(log.read()) < {MAX_KILLED}:\n        {code}\n"
+    )
+    result = experiments.race(A, runs=8)
+    assert result["failed"] == 0 and [idea["verdict"] for idea in result["ideas"]] == ["better"]
+    [name] = {name for name in experiments.started() if experiments.started().count(name) > 1}
+    assert experiments.started().count(name) == MAX_KILLED and name.endswith("-1")
+    assert next(one for one in results(experiments) if one["run"] == name)["sessions"] == MAX_KILLED
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os.kill(os.getpid(), 9)", "ended by SIGKILL; out of memory?"),
+        ("sys.exit(75)", "stopped by a signal from elsewhere"),
+    ],
+)
+def test_run_that_is_always_killed_fails(code, message, experiments):
+    experiments.hook(f"if settings['model.effect_a'] == 0.7:\n    {code}")
+    result = experiments.race(A, jobs=1)
+    assert result["ideas"][0]["verdict"] == "failed" and result["ideas"][0]["message"] == message
+    names = [name for name in experiments.started() if name.endswith("-0")]
+    assert names.count(names[-1]) == MAX_KILLED and len(experiments.started()) == 4 + MAX_KILLED
+    assert experiments.race(A, jobs=1) == result and not experiments.started()
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("sys.exit(0)", "ends before its last step"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("settings['model.fails'] = True", "the loss is nan"),
+    ],
+)
+def test_failed_run_is_trained_once(code, message, experiments):
+    experiments.hook(f"if settings['model.effect_a'] == 0.7:\n    {code}")
+    result = experiments.race(A, jobs=1)
+    assert result["ideas"][0]["message"] == message and len(experiments.started()) == 5
+
+
+def test_stopped_run_counts_its_seconds_and_sessions(experiments):
+    experiments.hook(
+        "import time\nif settings['seed'] == 1:\n    end = time.process_time() + 0.1\n"
+        "    while time.process_time() < end:\n        pass\n    os.kill(os.getppid(), 15)\n    time.sleep(60)"
+    )
+    experiments.race(A, jobs=1, error=SystemExit)
+    [stopped] = [one for one in results(experiments) if one["is_stopped"]]
+    assert stopped["sessions"] == 1 and stopped["seconds"] > 0.1 and "-1: stopped" in experiments.errors
+    experiments.hook("")
+    experiments.race(A, jobs=1)
+    last = [one for one in results(experiments) if one["run"] == stopped["run"]][-1]
+    assert last["sessions"] == 2 and last["seconds"] > stopped["seconds"] and last["loss"] and not last["is_stopped"]
+
+
+# Files
+
+
+def test_run_whose_result_is_lost_is_trained_again(experiments):
+    """A line is damaged, and the last one has no end, as after a full disk."""
+    before = experiments.race(NOTHING, margin=0.002, runs=8)
+    file = experiments.folder() / "results.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    lost = [json.loads(line)["run"] for line in (lines[1], lines[-1])]
+    file.write_text("".join([lines[0], "{" + lines[1], *lines[2:-1], lines[-1][:20]]))
+    again = experiments.race(NOTHING, margin=0.002, runs=8)
+    assert sorted(experiments.started()) == sorted(lost) and again["failed"] == 0
+    assert [idea["effect"] for idea in again["ideas"]] == pytest.approx([idea["effect"] for idea in before["ideas"]])
+    assert "results.jsonl, line 2 is skipped" in experiments.errors
+    assert {one["tokens"] for one in results_of_valid_lines(file)} == {800}, "each was counted once"
+    assert experiments.race(NOTHING, margin=0.002, runs=8) == again and not experiments.started()
+
+
+def results_of_valid_lines(file):
+    for line in file.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            pass
+
+
+def test_runs_that_ended_before_their_evaluation_are_evaluated(experiments, monkeypatch):
+    """The evaluation fails, as by a full memory, and the same command resumes."""
+
+    def fail(*_):
+        raise RunError("the evaluation fails")
+
+    monkeypatch.setattr(runs, "run_evaluator", fail)
+    experiments.race(A, error=RunError)
+    before = {*experiments.started()}
+    monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
+    assert experiments.race(A)["failed"] == 0 and before and not before & {*experiments.started()}
+
+
+def test_missing_run_folders_and_checkpoints_are_not_needed(experiments):
+    before = experiments.race(A)
+    assert not list(experiments.folder().glob("runs/*/checkpoints"))
+    shutil.rmtree(experiments.folder() / "runs")
+    assert experiments.race(A) == before and not experiments.started()
+
+
+# Losses
+
+
+def test_loss_is_the_evaluators(experiments, patches, monkeypatch):
+    """The patch logs half of the excess loss."""
+
+    def evaluate(code, requests):
+        answers = fake_evaluator(code, requests)
+        return [answer | {"excess_loss": answer["excess_loss"] * 2, "loss": 0.9} for answer in answers]
+
+    patch = patches.write("x.patch", "EFFECT = 40", "EFFECT = 20")
+    monkeypatch.setattr(runs, "run_evaluator", evaluate)
+    [idea] = experiments.race(patch)["ideas"]
+    assert idea["loss"] == 0.9 and idea["excess_loss"] == pytest.approx(0.4, rel=0.01)
+
+
+def test_problem_found_by_the_evaluator_is_a_failure(experiments, monkeypatch):
+    def evaluate(code, requests):
+        answers = fake_evaluator(code, requests)
+        cheats = [request["settings"]["data.num_workers"] == 3 for request in requests]
+        problem = {"loss": None, "excess_loss": None, "problem": "it depends on later tokens"}
+        return [problem if cheat else answer for cheat, answer in zip(cheats, answers, strict=True)]
+
+    monkeypatch.setattr(runs, "run_evaluator", evaluate)
+    cheat = "--data.num_workers 3 --model.effect_a 0.5"
+    result = experiments.race(cheat, B)
+    found = {idea["idea"]: idea for idea in result["ideas"]}
+    assert found[cheat]["verdict"] == "failed" and found[cheat]["message"] == "it depends on later tokens"
+    assert result["stack"] == [B]
+
+
+def test_loss_below_the_entropy_is_a_failure(experiments):
+    [idea] = experiments.race("--model.effect_a -0.1")["ideas"]
+    assert idea["verdict"] == "failed" and "its loss is below the entropy of the data, by 0.04" in idea["message"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "excess", "metric", "problem"),
+    [
+        (0.9, 0.1, None, ""),
+        (0.9, None, None, ""),
+        (None, None, "val/x", "val/x is not logged"),
+        (float("nan"), None, None, "its loss is nan"),
+        (float("inf"), None, "val/x", "val/x is inf"),
+        (0.0, None, "val/x", "val/x is 0, and only positive values are compared"),
+        (0.9, 0.0, None, "its loss is below the entropy of the data, by -0 nats/token"),
+    ],
+)
+def test_problems_of_losses(loss, excess, metric, problem):
+    assert problem_of(loss, excess, metric) == problem
+
+
+def test_metric_of_the_variants_own_code_is_compared(experiments):
+    """It grows by model.effect_b in its own way."""
+    result = experiments.race(B, metric="val/other")
+    [idea] = result["ideas"]
+    assert result["compared"] == "val/other" and result["margin"] == pytest.approx(0.005)
+    assert idea["effect"] == pytest.approx((1 + 0.8 * 0.32) / 1.4 - 1, abs=0.005) and idea["excess_loss"] is None
+    message = experiments.race(B, metric="val/x", error=RunError)
+    assert message == "the baseline does not train: val/x is not logged"
+
+
+def test_what_the_evaluator_is_told(experiments, monkeypatch):
+    """Nothing of it was written by the code of the run; runs of one code follow each other."""
+    requests = []
+    evaluate = runs.run_evaluator
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or evaluate(code, some))
+    experiments.race("--global_batch_size 2", "--optimizer.lr", "1.0")
+    wide = next(one for one in requests if one["settings"]["global_batch_size"] == 2)
+    assert wide["settings"] == {
+        "steps": 100, "seq_len": 8, "global_batch_size": 2, "micro_batch_size": 1, "evaluation.num_samples": 5,
+        "seed": 0, "data.seed": 0, "data.source": "stories", "data.num_samples": 100, "data.num_workers": 0,
+        "data.hash": None,
+    }  # fmt: skip
+    [manifest] = wide["manifests"]
+    assert manifest.startswith(wide["run"]) and wide["delivered"] == [] and wide["processes"] == 1
+    assert wide["code"] == str(experiments.root) and wide["config"].endswith(".yaml")
+    seeds = {one["test_seed"] for one in requests}
+    assert len(seeds) == 1 and seeds == {json.loads((experiments.folder() / "experiment.json").read_text())["test_seed"]}
+
+
+def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, monkeypatch):
+    requests = []
+    evaluate = runs.run_evaluator
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or evaluate(code, some))
+    patch = patches.write("x.patch", "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n",
+        "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n    open(delivered + '.0', 'w')\n")  # fmt: skip
+    experiments.race(patch, A)
+    changed = [one for one in requests if one["code"] != requests[0]["code"]]
+    assert changed and all(one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed)
+    assert not any(one["delivered"] for one in requests if one not in changed)
+
+
+def test_refused_metric_leaves_the_results_of_others(experiments):
+    experiments.race(A)
+    experiments.race(A, "--model.nope", "1", error=ConfigError)
+    assert experiments.race(A)["stack"] == [A] and not experiments.started()
