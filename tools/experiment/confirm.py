@@ -47,6 +47,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()] or newest_stack(folder)
     if config.data_seed is not None:
         recipe = replace(recipe, settings=(*recipe.settings, ("data.seed", config.data_seed)))
+    check_settings(ideas)
     stacks, pairs = plan(ideas)
     resolved = dict(zip(stacks, recipe.variants(stacks.values()), strict=True))
     variants = {name: variant for name, variant in resolved.items() if isinstance(variant, Variant)}
@@ -58,14 +59,16 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     factors = config.factors
     test_seed = open_experiment(folder, recipe.checkouts)
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
-    sizes = {size: {name: scale_parameters(variant, size) for name, variant in variants.items()} for size in factors}
+    equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
+    sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
     say_cost(config, runs, sizes, baseline)
     train(config, runs, sizes)
 
     differences = []
     for size, scaled in sizes.items():
         differences += compare(size, scaled, pairs, runs, baseline_margin(config, baseline))
-    reserved = [one for one in runs.results.values() if one.seed >= FIRST_RESERVED_SEED and one.failure]
+    trained = [variant for scaled in sizes.values() for variant in scaled.values()]
+    results = [result for variant in trained for result in runs.of_variant(variant, FIRST_RESERVED_SEED, 2**63)]
     result = {
         "version": report.JSON_VERSION,
         "ideas": [idea.text for idea in ideas],
@@ -73,7 +76,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         "seeds": config.seeds,
         "data_seed": config.data_seed,
         "differences": differences,
-        "failures": sorted({result.failure for result in reserved}),
+        "failures": sorted({result.failure for result in results if result.failure}),
     }
     identity = repr([config.data_seed, [idea.key for idea in ideas]])
     file = folder / "confirmations" / f"{sha256(identity.encode()).hexdigest()[:8]}.json"
@@ -85,11 +88,24 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
 def newest_stack(folder: Path) -> list[Idea]:
     """Return the ideas that the newest race with a result has found."""
     for file in sorted(folder.glob("races/*.json"), key=report.modification_time, reverse=True):
-        record = Record.read(file)
+        try:
+            record = Record.read(file)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            continue
         last = record.rounds[-1]
         if keys := [*last.stack, *([last.winner] if last.winner else [])]:
             return [record.ideas[key] for key in keys]
     raise ConfigError(f"ideas: no race in {folder} has found a better one; give the settings of a race, or name ideas")
+
+
+def check_settings(ideas: list[Idea]) -> None:
+    """Raise ConfigError if two ideas set the same setting."""
+    for number, idea in enumerate(ideas):
+        for other in ideas[:number]:
+            if both := idea.setting_names & other.setting_names:
+                remedy = "confirm them one by one"
+                raise ConfigError(f"ideas: {other.text!r} and {idea.text!r} set {min(both)}; {remedy}")
 
 
 def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]]]:
@@ -178,6 +194,8 @@ def compare(
             row |= {"effect": report.change(effect), "p": float(found.p[number]), "q": float(q[number])}
             row |= {"low": report.change(effect - half_width), "high": report.change(effect + half_width)}
             row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin)
+            if row["verdict"] == "better" and verdicts.failure_rate(group) > verdicts.failure_rate(against_group):
+                row["verdict"] = "unknown"
         if verdicts.fails_more_often(group, against_group):
             row["verdict"] = "failed"
         rows.append(row)

@@ -37,8 +37,6 @@ from tools.jobs.runner import EXIT_STOPPED, JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
 MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.005
-# Seeds of short runs that measure the seconds of a step, for --equal seconds.
-TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)
 
 
 def main(config: ExperimentConfig) -> None:
@@ -228,13 +226,12 @@ class Race:
     def enter(self, variants: dict[str, Variant]) -> None:
         """Let variants race in the open round."""
         for key, variant in variants.items():
-            scaled = self.equalize(variant)
-            if isinstance(scaled, Variant):
-                self.variants[key] = scaled
-            elif key:
-                self.leave_out(key, scaled)
-            else:
-                raise RunError(f"the baseline does not train: {scaled}")
+            try:
+                self.variants[key] = self.runs.equalize(variant, self.config.equal)
+            except RunError as error:
+                if not key:
+                    raise
+                self.leave_out(key, str(error))
         self.round.baseline = describe(self.variants[""])
         self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
         self.save()
@@ -257,35 +254,6 @@ class Race:
             if limit and ratio > limit:
                 return f"has {ratio:.3f} times the {name} of the baseline; --max_{name} is {limit:g}"
         return ""
-
-    def equalize(self, variant: Variant) -> Variant | str:
-        """Return the variant with as many steps as cost what the baseline of the race costs, or why there are none."""
-        if self.config.equal == "flops":
-            return scale_steps(variant, self.baseline.cost.flops / variant.cost.flops)
-        if self.config.equal == "seconds":
-            seconds = []
-            for one in (self.baseline, variant):
-                each = self.seconds_a_step(one)
-                if isinstance(each, str):
-                    return each
-                seconds.append(each * one.cost.steps)
-            return scale_steps(variant, seconds[0] / seconds[1])
-        return variant
-
-    def seconds_a_step(self, variant: Variant) -> float | str:
-        """Measure the seconds of a step: CPU seconds, or on a GPU the time, by runs of few and of more steps.
-
-        They are measured once, so that the steps of a variant stay the same. If such a run fails, return why.
-        """
-        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.cost.steps))]
-        seconds = []
-        for number in steps:
-            short = scale_steps(variant, number / variant.cost.steps)
-            result = self.runs.time(short.changed({"steps": number, "evaluation.num_samples": 2}), TIMING_SEED)
-            if result.failure:
-                return result.failure
-            seconds.append(result.seconds or 0.0)
-        return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
 
     # Running
 

@@ -25,6 +25,7 @@ from tools.experiment.variant import (
     global_batch_size,
     last_error,
     run_program,
+    scale_steps,
 )
 from tools.experiment.verdicts import Group
 from tools.jobs.runner import Job, JobRunner
@@ -34,6 +35,7 @@ BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_sample
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
 FIRST_RESERVED_SEED = 5000  # of confirmations; races count from 0
 EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
+TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
 MAX_KILLED = 3  # times that a run is started again after something else killed it
 PROGRESS_SECONDS = 60
 
@@ -128,6 +130,38 @@ class Runs:
         """Return whether a run has ended with a loss or a failure."""
         return name in self.results and not self.results[name].is_stopped
 
+    # Equal costs
+
+    def equalize(self, variant: Variant, equal: str) -> Variant:
+        """Return the variant with as many steps as cost what the baseline costs, in `flops` or `seconds`.
+
+        Raises:
+            RunError: a run that would measure its seconds fails.
+        """
+        if equal == "flops":
+            return scale_steps(variant, self.baseline.cost.flops / variant.cost.flops)
+        if equal == "seconds":
+            seconds = [self._seconds_a_step(one) * one.cost.steps for one in (self.baseline, variant)]
+            return scale_steps(variant, seconds[0] / seconds[1])
+        return variant
+
+    def _seconds_a_step(self, variant: Variant) -> float:
+        """Return the seconds of a step, by one run of few steps and one of more: CPU seconds, on a GPU the time.
+
+        They are trained once, so that the steps of a variant stay the same, and while nothing else trains.
+        """
+        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.cost.steps))]
+        seconds = []
+        for number in steps:
+            short = scale_steps(variant, number / variant.cost.steps)
+            job = short.changed({"steps": number, "evaluation.num_samples": 2}).job(self.folder, TIMING_SEED)
+            job, name = replace(job, restart=True), job.run.path.name
+            if not self.is_known(name):
+                self.jobs.train([job])
+                self._keep([self._spent(name, job)])
+            seconds.append(self.results[name].seconds or 0.0)
+        return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
+
     # Training
 
     def train(self, next_run: Callable[[], Next]) -> None:
@@ -170,16 +204,6 @@ class Runs:
                     if self.jobs.outcomes.get(job) == "stopped" and not self.is_known(name):
                         self._keep([self._spent(name, job, is_stopped=True)])
                 self.pending.clear()
-
-    def time(self, variant: Variant, seed: int) -> Result:
-        """Return the result of a run that is not evaluated, for its seconds; it is trained once."""
-        job = replace(variant.job(self.folder, seed), restart=True)
-        name = job.run.path.name
-        if not self.is_known(name):
-            list(self.jobs.stream([job]))
-            failure = self.jobs.failures.get(job)
-            self._keep([self._spent(name, job, failure=failure.message if failure else "")])
-        return self.results[name]
 
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned

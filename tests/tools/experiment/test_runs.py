@@ -203,7 +203,9 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
     assert manifest.startswith(wide["run"]) and wide["delivered"] == [] and wide["processes"] == 1
     assert wide["code"] == str(experiments.root) and wide["config"].endswith(".yaml")
     seeds = {one["test_seed"] for one in requests}
-    assert len(seeds) == 1 and seeds == {json.loads((experiments.folder() / "experiment.json").read_text())["test_seed"]}
+    assert len(seeds) == 1 and seeds == {
+        json.loads((experiments.folder() / "experiment.json").read_text())["test_seed"]
+    }
 
 
 def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, monkeypatch):
@@ -214,7 +216,9 @@ def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, m
         "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n    open(delivered + '.0', 'w')\n")  # fmt: skip
     experiments.race(patch, A)
     changed = [one for one in requests if one["code"] != requests[0]["code"]]
-    assert changed and all(one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed)
+    assert changed and all(
+        one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed
+    )
     assert not any(one["delivered"] for one in requests if one not in changed)
 
 
