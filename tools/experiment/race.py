@@ -73,9 +73,8 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     """Race the ideas of a command and return the result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
-    ideas = [parse_idea(text) for text in idea_texts(config.ideas)] if len(config.ideas) == 1 else []
-    if len(ideas) == 1 and ideas[0].base:
-        recipe = replace(recipe, commit=ideas[0].base)  # a branch is compared with the commit that it is based on
+    if len(config.ideas) == 1 and idea_texts(config.ideas) == config.ideas and (base := parse_idea(*config.ideas).base):
+        recipe = replace(recipe, commit=base)  # a branch is compared with the commit that it is based on
     baseline, recipe = resolve_baseline(recipe)
     running = Race(config, recipe, baseline, jobs)
     running.run()
@@ -136,7 +135,7 @@ class Race:
     """
 
     def __init__(self, config: ExperimentConfig, recipe: Recipe, baseline: Variant, jobs: JobRunner):
-        self.config, self.recipe, self.jobs = config, recipe, jobs
+        self.config, self.recipe, self.baseline, self.jobs = config, recipe, baseline, jobs
         self.start_time = time.monotonic()
         self.texts: dict[tuple[str, int], str | None] = {}
         """Key of each idea by its text and the time of its file; None if it is refused. Each is read once."""
@@ -148,12 +147,14 @@ class Race:
         self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
-        if self.round.winner:  # nothing was left to race on top of it
-            self.record.rounds.append(Round([*self.round.stack, self.round.winner]))
-        self.prepare_round([*self.round.ideas, *self.new_ideas()])  # may refuse ideas, so nothing is written before
+        new = self.new_ideas()
+        if not self.record.ideas:
+            raise ConfigError(f"idea: none in {', '.join(config.ideas)}")
+        keys, self.round.out = [*self.round.ideas, *self.round.out], {}  # the limits may have changed
+        resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
         test_seed = open_experiment(folder, recipe.checkouts)
         self.runs = Runs(folder, baseline, jobs, test_seed, config.metric)
-        self.save()
+        self.enter(resolved)
 
     @property
     def round(self) -> Round:
@@ -190,12 +191,16 @@ class Race:
         seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
         return [key for key in dict.fromkeys(self.texts.values()) if key and key not in seen]
 
-    def prepare_round(self, keys: Sequence[str]) -> None:
-        """Resolve the baseline of the open round and the variants of ideas that are new in it."""
+    def resolve(self, keys: Sequence[str]) -> dict[str, Variant]:
+        """Return the variants of ideas that are new in the open round, and its baseline the first time, under "".
+
+        Ideas that do not race are noted. An argument of the command that cannot be trained raises ConfigError.
+        """
         ideas, stack = self.record.ideas, [self.record.ideas[key] for key in self.round.stack]
-        keys = [*([] if "" in self.variants else [""]), *keys]
+        keys = [*([] if self.variants else [""]), *keys]
         taken = {name: idea for idea in stack for name in idea.setting_names}
         resolved = self.recipe.variants([*stack, ideas[key]] if key else stack for key in keys)
+        variants: dict[str, Variant] = {}
         for key, variant in zip(keys, resolved, strict=True):
             reason = ""
             if both := taken.keys() & ideas[key].setting_names if key else set():
@@ -209,17 +214,34 @@ class Race:
             elif key:
                 reason = self.reason_against(key, variant)
             if reason:
-                self.round.out[key] = reason
-                print(f"idea: {ideas[key].text}: {reason}", file=sys.stderr)
+                self.leave_out(key, reason)
             else:
                 assert isinstance(variant, Variant), "otherwise there is a reason"
-                self.variants[key] = self.equalize(variant) if key else variant
+                variants[key] = variant
+        return variants
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """Note that an idea does not race in the open round."""
+        self.round.out[key] = reason
+        print(f"idea: {self.record.ideas[key].text}: {reason}", file=sys.stderr)
+
+    def enter(self, variants: dict[str, Variant]) -> None:
+        """Let variants race in the open round."""
+        for key, variant in variants.items():
+            scaled = self.equalize(variant)
+            if isinstance(scaled, Variant):
+                self.variants[key] = scaled
+            elif key:
+                self.leave_out(key, scaled)
+            else:
+                raise RunError(f"the baseline does not train: {scaled}")
         self.round.baseline = describe(self.variants[""])
         self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
+        self.save()
 
     def reason_against(self, key: str, variant: Variant) -> str:
         """Return why an idea does not race; "" if it does."""
-        idea, baseline = self.record.ideas[key], self.variants[""]
+        idea, baseline = self.record.ideas[key], self.baseline
         try:
             check_targets(baseline, variant)
             if idea.diff and variant.digest == baseline.digest:
@@ -228,6 +250,7 @@ class Race:
             if not self.round.stack and idea.text in self.config.ideas:
                 raise ConfigError(f"idea: {idea.text!r}: {error}") from None
             return str(error)
+        # Of the race, not of the round: so what a race finds is within the limits.
         limits = {"parameters": self.config.max_parameters, "flops": self.config.max_flops}
         for name, limit in limits.items():
             ratio = getattr(variant.cost, name) / getattr(baseline.cost, name)
@@ -235,28 +258,34 @@ class Race:
                 return f"has {ratio:.3f} times the {name} of the baseline; --max_{name} is {limit:g}"
         return ""
 
-    def equalize(self, variant: Variant) -> Variant:
-        """Return the variant with as many steps as cost what the baseline costs."""
-        baseline = self.variants[""]
+    def equalize(self, variant: Variant) -> Variant | str:
+        """Return the variant with as many steps as cost what the baseline of the race costs, or why there are none."""
         if self.config.equal == "flops":
-            return scale_steps(variant, baseline.cost.flops / variant.cost.flops)
+            return scale_steps(variant, self.baseline.cost.flops / variant.cost.flops)
         if self.config.equal == "seconds":
-            seconds = [self.seconds_a_step(one) * one.cost.steps for one in (baseline, variant)]
+            seconds = []
+            for one in (self.baseline, variant):
+                each = self.seconds_a_step(one)
+                if isinstance(each, str):
+                    return each
+                seconds.append(each * one.cost.steps)
             return scale_steps(variant, seconds[0] / seconds[1])
         return variant
 
-    def seconds_a_step(self, variant: Variant) -> float:
-        """Measure the seconds of a step: CPU seconds, or on a GPU the time, by runs of few and of more steps."""
+    def seconds_a_step(self, variant: Variant) -> float | str:
+        """Measure the seconds of a step: CPU seconds, or on a GPU the time, by runs of few and of more steps.
+
+        They are measured once, so that the steps of a variant stay the same. If such a run fails, return why.
+        """
         steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.cost.steps))]
-        jobs = []
+        seconds = []
         for number in steps:
-            short = scale_steps(variant, number / variant.cost.steps).changed({"steps": number})
-            jobs.append(
-                replace(short.changed({"evaluation.num_samples": 2}).job(self.runs.folder, TIMING_SEED), restart=True)
-            )
-        for job in jobs:  # one after another, so that they do not slow each other down
-            self.jobs.train([job])
-        return max(1e-6, (self.jobs.seconds[jobs[1]] - self.jobs.seconds[jobs[0]]) / (steps[1] - steps[0]))
+            short = scale_steps(variant, number / variant.cost.steps)
+            result = self.runs.time(short.changed({"steps": number, "evaluation.num_samples": 2}), TIMING_SEED)
+            if result.failure:
+                return result.failure
+            seconds.append(result.seconds or 0.0)
+        return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
 
     # Running
 
@@ -268,20 +297,30 @@ class Race:
             RunError: the baseline does not train, or a disk is full.
         """
         while True:
-            self.runs.train(self.next_run)
-            self.check_baseline()
-            keys, findings = self.findings()
-            best = verdicts.best_idea(findings)
-            if best is None or not verdicts.is_decided(findings):
+            if self.round.winner is None:
+                self.runs.train(self.next_run)
+                self.check_baseline()
+                keys, findings = self.findings()
+                # If the budget is spent, another idea may be better than the best.
+                if (best := verdicts.best_idea(findings)) is None:
+                    return
+                self.accept(keys[best])
+            if not self.open_next_round():
                 return
-            others = [key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != keys[best]]
-            self.accept(keys[best])
-            if not others or len(self.record.rounds) == self.config.rounds or self.is_budget_spent():
-                return
-            self.record.rounds.append(Round([*self.round.stack, keys[best]]))
-            self.variants = {}
-            self.prepare_round(others)
-            self.save()
+
+    def open_next_round(self) -> bool:
+        """Open a round on top of what was found; return False if no idea or no run is left for it."""
+        keys, findings = self.findings()
+        others = [
+            key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != self.round.winner
+        ]
+        others += self.new_ideas()
+        if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
+            return False
+        self.record.rounds.append(Round([*self.round.stack, str(self.round.winner)]))
+        self.variants = {}
+        self.enter(self.resolve(others))
+        return True
 
     def accept(self, winner: str) -> None:
         """Let an idea join the baseline, and write what the race has found so far."""
@@ -301,8 +340,9 @@ class Race:
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
         if new := self.new_ideas():
-            self.prepare_round(new)
-            self.save()
+            if self.config.equal == "seconds" and self.runs.pending:
+                return "wait"  # runs that are timed must have the machine for themselves
+            self.enter(self.resolve(new))
         if self.is_budget_spent() or len(self.variants) == 1:
             return None
         keys, findings = self.findings()
@@ -344,20 +384,19 @@ class Race:
         return bool(self.config.minutes) and elapsed + max(self.runs.durations, default=0) > 60 * self.config.minutes
 
     def compute_multiplier(self) -> list[float] | None:
-        """Return how many times its steps the baseline would need for the loss of the best idea, with its interval."""
+        """Return how many times its steps the baseline would need for the loss of what was found, with its interval."""
         from tools.experiment.compute_multiplier import BUDGETS, SEEDS_OF_BUDGET, estimate_compute_multiplier
 
-        keys, findings = self.findings()
-        if (best := verdicts.best_idea(findings)) is None:
+        if not self.round.stack and not self.round.winner:
             return None
-        baseline = self.variants[""]
-        variants = {factor: scale_steps(baseline, factor) for factor in BUDGETS}
+        variants = {factor: scale_steps(self.baseline, factor) for factor in BUDGETS}
         todo = [(variant, seed) for variant in variants.values() for seed in range(SEEDS_OF_BUDGET)]
         todo = [(variant, seed) for variant, seed in todo if not self.runs.is_known(f"{variant.digest}-{seed}")]
         self.runs.train(lambda: todo.pop(0) if todo else None)
-        points = [(1.0, value) for value in self.runs.group(baseline).values]
+        points = [(1.0, value) for value in self.runs.group(self.baseline).values]
         points += [(factor, value) for factor in BUDGETS for value in self.runs.group(variants[factor]).values]
-        estimate = estimate_compute_multiplier(points, self.runs.group(self.variants[keys[best]]).values)
+        found = self.variants[self.round.winner or ""]
+        estimate = estimate_compute_multiplier(points, self.runs.group(found).values)
         return None if estimate is None else list(estimate)
 
 

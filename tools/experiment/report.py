@@ -61,16 +61,18 @@ def is_identical(results: Mapping[str, Result], baseline: str, variant: str) -> 
 def describe_race(file: Path) -> dict[str, Any]:
     """Return the result of a race as the object of `--json`, and draw its picture.
 
-    Fields: `ideas`, each with the finding of the last round in which it raced; `rounds`, each with the findings of all
-    its ideas; `stack`, the ideas that the rounds found, in their order.
+    Fields: `ideas`, each with the finding of the last round in which it raced, and why it is out since; `rounds`, each
+    with the findings of all its ideas; `stack`, the ideas that the rounds found, in their order.
     """
     record, results = Record.read(file), read_results(file.parents[1])
     rounds = [describe_round(number, entry, record, results) for number, entry in enumerate(record.rounds, start=1)]
     last: dict[str, dict[str, Any]] = {}
     for entry in rounds:
         for idea in entry["ideas"]:
-            if idea["verdict"] is not None or idea["idea"] not in last:
-                last[idea["idea"]] = idea
+            if idea["verdict"] is None and idea["idea"] in last:  # it is out, and has a finding of an earlier round
+                last[idea["idea"]] |= {"message": idea["message"]}
+            else:
+                last[idea["idea"]] = idea | {"verdict": idea["verdict"] or "failed"}
     keys = [*record.rounds[-1].stack, *([record.rounds[-1].winner] if record.rounds[-1].winner else [])]
     digests = {one["digest"] for entry in record.rounds for one in (entry.baseline, *entry.ideas.values())}
     ended = [run for digest in digests for run in runs_of(results, digest)]
@@ -231,7 +233,7 @@ def race_lines(race: dict[str, Any]) -> list[str]:
         lines.append("`confirm` trains it on seeds that no race has used.")
     if race.get("compute_multiplier"):
         lines.append(
-            "Compute multiplier of the best idea: {:.2f} (95%: {:.2f} to {:.2f})".format(*race["compute_multiplier"])
+            "Compute multiplier of what was found: {:.2f} (95%: {:.2f} to {:.2f})".format(*race["compute_multiplier"])
         )
     lines.append(f"picture: {race['picture']}")
     return lines

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -170,6 +170,16 @@ class Runs:
                     if self.jobs.outcomes.get(job) == "stopped":
                         self._keep([self._spent(name, job, is_stopped=True)])
                 self.pending.clear()
+
+    def time(self, variant: Variant, seed: int) -> Result:
+        """Return the result of a run that is not evaluated, for its seconds; it is trained once."""
+        job = replace(variant.job(self.folder, seed), restart=True)
+        name = job.run.path.name
+        if not self.is_known(name):
+            list(self.jobs.stream([job]))
+            failure = self.jobs.failures.get(job)
+            self._keep([self._spent(name, job, failure=failure.message if failure else "")])
+        return self.results[name]
 
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned

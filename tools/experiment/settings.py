@@ -65,7 +65,7 @@ class IdeasConfig(ReportConfig):
         """
         words = self.ideas_and_settings[self._num_ideas :]
         if wrong := [word for word in words if word.partition("=")[0] in PER_RUN_OPTIONS]:
-            raise ConfigError(f"{wrong[0].removeprefix('--')}: is set for each run; leave it out")
+            raise ConfigError(f"{wrong[0].removeprefix('--').partition('=')[0]}: is set for each run; leave it out")
         has_config = any(word.partition("=")[0] == "--config" for word in words)
         return words if has_config else ["--config", str(DEFAULT_CONFIG), *words]
 
@@ -97,7 +97,7 @@ class ExperimentConfig(IdeasConfig):
 
     compute_multiplier: bool = False
     """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
-    loss of the best idea."""
+    loss of what was found."""
 
 
 class ConfirmConfig(IdeasConfig):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
@@ -133,6 +133,8 @@ class Recipe:
     checkouts: Checkouts
     settings: tuple[tuple[str, Any], ...] = ()
     """Settings that follow the words."""
+    config_files: dict[Path, str] = field(default_factory=dict)
+    """Content of each config file, which is read once, so that edits during an experiment reach no run."""
 
     def variants(self, stacks: Iterable[Sequence[Idea]]) -> list["Variant | ConfigError | RunError"]:
         """Return the variant with each sequence of ideas, or why there is none.
@@ -147,7 +149,9 @@ class Recipe:
             try:
                 code = self.checkouts.folder(change.merge(self.commit, stack))
                 words = [*self.words, *chain.from_iterable(idea.settings for idea in stack)]
-                requests.setdefault(code, {})[index] = given_settings(words, code) | dict(self.settings)
+                requests.setdefault(code, {})[index] = given_settings(words, code, self.config_files) | dict(
+                    self.settings
+                )
             except ConfigError as error:
                 found[index] = error
         with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
@@ -190,10 +194,11 @@ class Recipe:
         return variants
 
 
-def given_settings(words: Sequence[str], code: Path) -> dict[str, Any]:
+def given_settings(words: Sequence[str], code: Path, config_files: dict[Path, str]) -> dict[str, Any]:
     """Return the settings that a command line of train.py gives, by `section.name`; later ones win.
 
-    The file of a --config in this repository is that of `code`, so that uncommitted edits of it reach no run.
+    The file of a --config in this repository is that of `code`, so that uncommitted edits of it reach no run. What is
+    read is added to `config_files`.
     """
     given: dict[str, Any] = {}
     words = list(words)
@@ -206,7 +211,7 @@ def given_settings(words: Sequence[str], code: Path) -> dict[str, Any]:
                 raise ConfigError(f"{option.removeprefix('--')}: has no value")
             value = words.pop(0)
         if option == "--config":
-            given |= read_config(value, code)
+            given |= read_config(value, code, config_files)
         else:
             given[option.removeprefix("--")] = read_yaml(value) if value[:1] in ("[", "{") else parse_null(value)
     return given
@@ -217,15 +222,20 @@ def parse_null(value: str) -> str | None:
     return None if value == "null" else value
 
 
-def read_config(name: str, code: Path) -> dict[str, Any]:
+def read_config(name: str, code: Path, config_files: dict[Path, str]) -> dict[str, Any]:
     """Return the settings of a config file by `section.name`."""
     file = Path(os.path.abspath(expand_user_path("config", name)))
-    if file.is_relative_to(change.ROOT) and (of_code := code / file.relative_to(change.ROOT)).is_file():
-        if of_code.read_bytes() != file.read_bytes() and code != change.ROOT:
-            print(f"{name}: its uncommitted changes are in no run", file=sys.stderr)
-        file = of_code
+    is_in_code = code != change.ROOT and file.is_relative_to(change.ROOT)
+    is_first = file not in config_files
     try:
-        settings = read_yaml(file.read_text())
+        if is_first:
+            config_files[file] = file.read_text()
+        text = config_files[file]
+        if is_in_code and (of_code := code / file.relative_to(change.ROOT)).is_file():
+            text = of_code.read_text()
+            if is_first and text != config_files[file]:
+                print(f"{name}: its uncommitted changes are in no run", file=sys.stderr)
+        settings = read_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {name}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(settings, dict):

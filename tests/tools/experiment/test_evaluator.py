@@ -218,7 +218,9 @@ def test_changed_checkpoint_is_refused(tricks):
 
 def test_half_of_a_text_is_withheld(tmp_path):
     """No window on which runs evaluate is scored."""
-    write_jsonl(tmp_path / "text.jsonl", [" ".join(str(1000 * index + word) for word in range(40)) for index in range(400)])
+    write_jsonl(
+        tmp_path / "text.jsonl", [" ".join(str(1000 * index + word) for word in range(40)) for index in range(400)]
+    )
     make(tmp_path / "text.jsonl", tmp_path / "corpus", validation="hash:0.5")
     settings = {"data.source": "text", "data.path": str(tmp_path / "corpus"), "seq_len": 64, "evaluation.every": 1}
     everything = load_corpus(TrainConfig.from_flat(settings | {"evaluation.num_samples": None})).validation
