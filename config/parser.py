@@ -92,7 +92,10 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
     options, words = given.split(sys.argv[1:] if args is None else args)
     arguments = [name for name, field in given.fields.items() if is_argument(field)]
     if any(name == "help" for name, _ in options):
-        print_help(kind, " ".join([program, "[--setting VALUE]...", *map(str.upper, arguments)]), kind.__doc__ or "")
+        words = [
+            f"{name.upper()}..." if given.fields[name].annotation == list[str] else name.upper() for name in arguments
+        ]
+        print_help(kind, " ".join([program, *words, "[--setting VALUE]..."]), kind.__doc__ or "")
         raise SystemExit(0)
     for name, value in options:
         given.read_option(name, value)

@@ -27,7 +27,7 @@ class ReportConfig(Settings):
 class IdeasConfig(ReportConfig):
     """Ideas, settings of all runs, and how runs are trained."""
 
-    arguments: Annotated[list[str], PASSED_ON] = []
+    ideas_and_settings: Annotated[list[str], PASSED_ON] = []
     """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
 
     minutes: PositiveFloat | None = None
@@ -54,7 +54,7 @@ class IdeasConfig(ReportConfig):
     @property
     def ideas(self) -> list[str]:
         """The arguments before the first option; an idea that consists of settings has a space in it."""
-        return self.arguments[: self._num_ideas]
+        return self.ideas_and_settings[: self._num_ideas]
 
     @property
     def common(self) -> list[str]:
@@ -63,7 +63,7 @@ class IdeasConfig(ReportConfig):
         Raises:
             ConfigError: they have an option that is set for each run.
         """
-        words = self.arguments[self._num_ideas :]
+        words = self.ideas_and_settings[self._num_ideas :]
         if wrong := [word for word in words if word.partition("=")[0] in PER_RUN_OPTIONS]:
             raise ConfigError(f"{wrong[0].removeprefix('--').partition('=')[0]}: is set for each run; leave it out")
         has_config = any(word.partition("=")[0] == "--config" for word in words)
@@ -71,12 +71,16 @@ class IdeasConfig(ReportConfig):
 
     @property
     def _num_ideas(self) -> int:
-        options = (i for i, word in enumerate(self.arguments) if word.startswith("--") and " " not in word)
-        return next(options, len(self.arguments))
+        options = (i for i, word in enumerate(self.ideas_and_settings) if word.startswith("--") and " " not in word)
+        return next(options, len(self.ideas_and_settings))
 
 
 class ExperimentConfig(IdeasConfig):
-    """Races ideas against the baseline; the best joins it, and the others race again on top."""
+    """Races ideas against the baseline; the best joins it, and the others race again on top.
+
+    `python -m tools.experiment confirm` trains what a race found on new seeds, and `report` prints all results again;
+    both have a --help of their own.
+    """
 
     runs: PositiveInt | None = None
     """Runs of the race, those of earlier commands included. null: 8 for each idea and 40 more, or as many as the

@@ -161,11 +161,11 @@ class Experiments:
     def race(self, *arguments, error=None, **options):
         """Race ideas; return the object of --json, or the text without it, or the message of an error."""
         options = {"jobs": 2, "json": True, "folder": str(self.lab), **options}
-        return self._run(race.main, ExperimentConfig(arguments=[*arguments], **options), error)
+        return self._run(race.main, ExperimentConfig(ideas_and_settings=[*arguments], **options), error)
 
     def confirm(self, *arguments, error=None, **options):
         options = {"jobs": 2, "json": True, "seeds": 3, "folder": str(self.lab), **options}
-        return self._run(confirm.main, ConfirmConfig(arguments=[*arguments], **options), error)
+        return self._run(confirm.main, ConfirmConfig(ideas_and_settings=[*arguments], **options), error)
 
     def report(self, error=None, **options):
         return self._run(report.main, ReportConfig(**{"json": True, "folder": str(self.lab), **options}), error)
