@@ -26,7 +26,7 @@ except ImportError:
 from cli.output import LossyStream, ignore_failed_prints, printable
 from config.errors import ConfigError, RunError, error_kind
 from config.parser import parse_config, parse_tool
-from distributed.signals import Preempted, ignore_stop_signals
+from distributed.signals import Preempted, ignore_stop_signals, launcher
 from distributed.world import is_main_process, num_processes, process_rank
 
 # Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
@@ -74,6 +74,7 @@ def run_script(
     # By default Python collects garbage after a few hundred new objects, which took a tenth of the startup: importing
     # torch creates many objects, and none is garbage.
     gc.set_threshold(50_000)
+    launcher()  # before torch is imported, which takes seconds in which the launcher may be killed
     ignore_failed_prints()
     program = script if "." in script else f"{script}.py"
     args = sys.argv[1:]

@@ -6,6 +6,7 @@ because each machine counts its own restarts. Therefore the processes of each st
 """
 
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -14,9 +15,11 @@ from uuid import uuid4
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] public
 
 from config.errors import RunError
+from distributed.signals import launcher_is_gone
 
 REPORT_AFTER_SECONDS = 5
 POLL_SECONDS = 0.02
+CONNECT_SECONDS = 5
 
 
 def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
@@ -24,14 +27,32 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
 
     Every process has a random name, and the name of process 0 is the prefix. Each of the others publishes its name
     (question/RANK), receives the prefix (answer/NAME) and confirms it (joined/PREFIX/RANK). Process 0 may also answer a
-    name that a dead process left in the store, but nobody confirms that answer. Raise RunError after `timeout_seconds`.
+    name that a dead process left in the store, but nobody confirms that answer. Raise RunError after `timeout_seconds`,
+    or when the launcher has been killed.
     """
-    address, own_name, start, is_reported = os.environ["MASTER_ADDR"], uuid4().hex, time.monotonic(), False
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    own_name, start, is_reported = uuid4().hex, time.monotonic(), False
+
+    def pause(reason: str) -> None:
+        if launcher_is_gone():
+            raise RunError(f"process {rank} of {num_processes} ends because its launcher has been killed")
+        if time.monotonic() - start > timeout_seconds:
+            raise TimeoutError(f"{reason} within {timeout_seconds} s")
+        time.sleep(POLL_SECONDS)
+
     try:
+        # A launcher has opened its store before it starts a process.
+        has_launcher_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_server = rank == 0 and not has_launcher_store
+        # TCPStore itself and its `get` would block, even if the launcher is killed.
+        while not is_server and (error := connection_error(address, port)):
+            if has_launcher_store and isinstance(error, ConnectionRefusedError):
+                raise RunError(f"process {rank} of {num_processes} ends because the launcher at {address} has ended")
+            pause(f"port {port} could not be reached ({error})")
         server = TCPStore(
             address,
-            int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            port,
+            is_master=is_server,
             timeout=timedelta(seconds=timeout_seconds),
             wait_for_workers=False,
             multi_tenant=True,
@@ -39,7 +60,9 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
         store = PrefixStore("start", server)
         if rank > 0:
             store.set(f"question/{rank}", own_name)
-            prefix = store.get(f"answer/{own_name}").decode()  # blocks until process 0 has answered
+            while not store.check([f"answer/{own_name}"]):
+                pause("process 0 did not answer")
+            prefix = store.get(f"answer/{own_name}").decode()
             store.set(f"joined/{prefix}/{rank}", "")
             return PrefixStore(prefix, store)
         absent = list(range(1, num_processes))
@@ -47,16 +70,22 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
             for question in (f"question/{other}" for other in absent):
                 if store.check([question]):
                     store.set(f"answer/{store.get(question).decode()}", own_name)
-            waited = time.monotonic() - start
-            if waited > timeout_seconds:
-                raise TimeoutError(f"process(es) {absent} did not start within {timeout_seconds} s")
-            if waited > REPORT_AFTER_SECONDS and not is_reported:
+            if time.monotonic() - start > REPORT_AFTER_SECONDS and not is_reported:
                 is_reported = True
                 print(f"still waiting for process(es) {absent} to reach {address} ...", file=sys.stderr, flush=True)
-            time.sleep(POLL_SECONDS)
+            pause(f"process(es) {absent} did not start")
     except (DistError, TimeoutError) as error:
         raise RunError(
             f"process {rank} of {num_processes} cannot join the others at MASTER_ADDR {address}: "
             f"{str(error).splitlines()[0]}; to train with one process, unset WORLD_SIZE"
         ) from None
     return PrefixStore(own_name, store)
+
+
+def connection_error(address: str, port: int) -> OSError | None:
+    """Return why the port cannot be reached; None if it can."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return error
+    return None

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from functools import cache
 from types import FrameType
 
 from distributed.world import is_main_process
@@ -18,6 +19,24 @@ REPEAT_SECONDS = 1.0
 
 class Preempted(Exception):
     """The run stopped early and has saved; the same command resumes it."""
+
+
+@cache
+def launcher() -> int | None:
+    """Return the process that started this one, if it is torch's launcher.
+
+    The first call must be early (cli/scripts.py): the parent changes when the launcher is killed. Without torch's
+    launcher the parent may be a shell, which ends before a run that `nohup` keeps.
+    """
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+os.register_at_fork(after_in_child=launcher.cache_clear)
+
+
+def launcher_is_gone() -> bool:
+    """Return whether the launcher has ended: one that is killed with SIGKILL cannot stop its processes."""
+    return launcher() not in (None, os.getppid())
 
 
 def ignore_stop_signals() -> None:
@@ -39,16 +58,13 @@ class StopSignal:
 
     def __init__(self) -> None:
         StopSignal.received = False
-        # Only torch's launcher: a shell is another parent, which ends before a run that `nohup` keeps.
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._first_time = 0.0
         for number in signals_to_catch():
             signal.signal(number, self._receive)
 
     def requested(self) -> bool:
         """Return whether this process shall stop after this step."""
-        # A launcher that is killed with SIGKILL cannot stop its processes, which would train on without it.
-        if self._launcher not in (None, os.getppid()):
+        if launcher_is_gone():
             StopSignal.received = True
         return self.received
 

@@ -1,6 +1,7 @@
 """The attention operation: the choice of the kernel, and the masks.
 
-Suffixes name the shape, as in model/gpt.py. S is the number of keys: with a KV cache it is larger than T.
+The suffix of a name is the shape of the tensor, with the letters of model/gpt.py. T counts queries and S counts keys:
+with a KV cache, S is larger than T.
 """
 
 import functools
@@ -19,8 +20,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask as a function, the mask_mod of flex attention: (row, head, query, key) -> bool, elementwise on indices."""
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some ARM machines
-# Flex attention is compiled because otherwise it would materialise all scores, and compiled on first use because
-# importing the compiler takes seconds.
+# Uncompiled flex attention materialises all scores. It is compiled on first use, because importing the compiler takes
+# seconds.
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
@@ -33,11 +34,14 @@ def attention(
     sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by flex attention if the mask is for it, otherwise by `sdpa`."""
-    grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+    grouped = q_BHTD.shape[1] != k_BKSD.shape[1]  # several query heads share a key and value head
     if isinstance(mask, BlockMask):
+        # In a compiled block, the compiler of the block also compiles flex attention.
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
-    causal = mask is None and q_BHTD.shape[-2] > 1  # a single query comes after all cached keys and attends to all
+
+    # Without a mask attention is causal. A single query, as in generation, comes after all keys and attends to all.
+    causal = mask is None and q_BHTD.shape[-2] > 1
     return sdpa(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped)
 
 
@@ -47,18 +51,23 @@ def attention(
 def document_ids(position_ids: Tensor) -> Tensor | None:
     """Return the document number of each token, int64 [B, T], from 1 in each row; None if each row is one document.
 
-    On a GPU it is never None, because counting the documents would synchronise with the host.
-
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.
     """
     document_BT = (position_ids == 0).cumsum(dim=-1)
-    return None if position_ids.device.type == "cpu" and document_BT.max() == 1 else document_BT
+
+    # Without a mask the kernel is faster. A GPU always gets one, because the host would wait for the GPU to compare.
+    if position_ids.device.type == "cpu" and document_BT.max() == 1:
+        return None
+    return document_BT
 
 
-def uses_flex_attention(tokens: Tensor, dropout: float, head_size: int) -> bool:
-    """Return whether flex attention supports the arguments on this machine; it skips blocks that are fully masked."""
-    return tokens.is_cuda and dropout == 0 and head_size >= 16 and HAS_TRITON
+def uses_flex_attention(tokens: Tensor, dropout: float, head_dim: int) -> bool:
+    """Return whether flex attention supports the arguments on this machine.
+
+    It skips the parts of the scores that are fully masked. With a dense mask, `sdpa` computes all of them.
+    """
+    return tokens.is_cuda and dropout == 0 and head_dim >= 16 and HAS_TRITON
 
 
 def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
@@ -85,8 +94,9 @@ def dense_mask(mask_mod: MaskMod, begin: int, end: int, num_rows: int | None, de
     query_T1, key_S = torch.arange(begin, end, device=device)[:, None], torch.arange(end, device=device)
     row = torch.zeros((), dtype=torch.int64, device=device)
     if num_rows is not None:
-        row = torch.arange(num_rows, device=device)[:, None, None, None]
-    return mask_mod(row, torch.zeros_like(row), query_T1, key_S)
+        row = torch.arange(num_rows, device=device)[:, None, None, None]  # [B, 1, 1, 1]
+    head = torch.zeros_like(row)  # all heads have the same mask
+    return mask_mod(row, head, query_T1, key_S)
 
 
 def attention_masks(
@@ -108,11 +118,17 @@ def attention_masks(
         use_flex: whether to return masks for flex attention, where no positions are cached or padded.
     """
     begin, end, device = num_cached, num_cached + input_ids.shape[1], input_ids.device
-    is_token_BT = None if attention_mask is None or attention_mask.all() else attention_mask.bool()
+
+    # Padding and documents; None if there is nothing to mask.
+    is_token_BT = None
+    if attention_mask is not None and not attention_mask.all():  # the host waits for the device here
+        is_token_BT = attention_mask.bool()
     document_BT = None if position_ids is None else document_ids(position_ids)
     num_rows = None if document_BT is None else len(document_BT)
+
     # is_causal=True aligns the first query with the first key, which is wrong for several queries after cached keys.
     needs_offset_causal_mask = 0 < begin < end - 1
+
     masks: dict[int | None, Mask] = {}
     for window in set(windows):
         width = end if window is None else min(window, end)

@@ -82,12 +82,12 @@ class GPTConfig(Settings):
     block starts as the identity."""
 
     @property
-    def head_size(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Width of one attention head: head_dim, or its default."""
         return self.head_dim if self.head_dim is not None else self.d_model // self.n_heads
 
     @property
-    def kv_heads(self) -> int:
+    def resolved_n_kv_heads(self) -> int:
         """Number of key and value heads: n_kv_heads, or its default."""
         return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
 
@@ -107,11 +107,11 @@ class GPTConfig(Settings):
                 f"model.d_model: {self.d_model} is not divisible by model.n_heads: {self.n_heads}; "
                 f"use {nearest}, or set model.head_dim"
             )
-        elif self.position == "rope" and self.head_size % 2:
+        elif self.position == "rope" and self.resolved_head_dim % 2:
             origin = "" if self.head_dim is not None else f" (model.d_model {self.d_model} / n_heads {self.n_heads})"
             problems.append(
-                f"model.head_dim: {self.head_size}{origin} is odd, and model.position rope needs an even one; "
-                f"use {self.head_size + 1}"
+                f"model.head_dim: {self.resolved_head_dim}{origin} is odd, and model.position rope needs an even one; "
+                f"use {self.resolved_head_dim + 1}"
             )
         if self.window is not None and self.window > self.max_position_embeddings:
             problems.append(
@@ -123,7 +123,7 @@ class GPTConfig(Settings):
                 f"model.window_pattern: {self.window_pattern!r} does not consist of letters S (with the window) "
                 "and L (without); use one such as SSL"
             )
-        if self.n_heads % self.kv_heads:
+        if self.n_heads % self.resolved_n_kv_heads:
             divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             problems.append(
                 f"model.n_kv_heads: {self.n_kv_heads} does not divide model.n_heads: {self.n_heads}; "

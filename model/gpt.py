@@ -1,7 +1,16 @@
 """A decoder-only transformer: GPT-2, Qwen3, or a combination of parts of published models (see GPTConfig).
 
-Suffixes name the shape of a tensor: B sequences in the batch, T positions, C d_model, H query heads, K key and value
-heads, D size of a head, V size of the vocabulary, S keys (the cached positions and T new ones).
+The suffix of a name is the shape of the tensor: x_BTC is [B, T, C]. The letters are
+
+    B  sequences in the batch
+    T  positions of `input_ids`
+    S  positions of the keys: the cached ones and T new ones
+    C  d_model, the width of the residual stream
+    F  d_ff, the hidden width of the MLP
+    H  n_heads, the query heads
+    K  n_kv_heads, the key and value heads
+    D  head_dim, the width of a head
+    V  vocab_size
 """
 
 import math
@@ -21,22 +30,23 @@ from model.seeds import derive_seed
 Rope = tuple[Tensor, Tensor]  # cosines and sines, see rope_tables
 
 
-def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (as in transformers), which is rotated by
     position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. If they were a buffer, it would
     be cast by model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
     """
-    frequency = 1.0 / theta ** (torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size)
-    angle = positions[..., None].float() * frequency
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos(), angle.sin()
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim  # [D/2]
+    frequencies = 1.0 / theta**exponents  # [D/2]
+    angles = positions[..., None].float() * frequencies  # [..., T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)  # [..., T, D]
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of dimensions of x [B, H, T, D] by the angle of its position."""
-    first, second = x.chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)  # [B, H, T, D/2] each
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
@@ -54,32 +64,41 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.head_size = config.head_size
+        self.dropout, self.head_dim = config.dropout, config.resolved_head_dim
         # training/cpu_kernels.py may replace it with a faster one.
         self.sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
-        self.dropout = config.dropout
-        self.q_proj = nn.Linear(config.d_model, config.n_heads * config.head_size, bias=config.bias)
-        self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
-        self.v_proj = nn.Linear(config.d_model, config.kv_heads * config.head_size, bias=config.bias)
-        self.out_proj = nn.Linear(config.n_heads * config.head_size, config.d_model, bias=config.bias)
-        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        q_width, kv_width = config.n_heads * self.head_dim, config.resolved_n_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.d_model, q_width, bias=config.bias)
+        self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.out_proj = nn.Linear(q_width, config.d_model, bias=config.bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x_BTC: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None = None) -> Tensor:
-        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_size))
-        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_size))
-        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_size))
+        # Queries, keys and values.
+        q_BTHD = self.q_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+        v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
+
+        # QK norm. Under autocast q and k are not float32, but the weight of the norm is. RMSNorm's fused kernel needs
+        # one dtype; with two, torch warns and runs slower, unfused operations.
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast q and k are bfloat16 or float16, but RMSNorm's fused kernel needs the dtype of its weight.
             q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
             k_BTKD = self.k_norm(k_BTKD.type_as(self.k_norm.weight))
+
+        # Rotary positions.
         q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
-        # The norm and the rotation may have made q and k float32; the kernel needs one dtype.
+
+        # Attention over the cached and the new positions. The norm and the rotation may have made q and k float32, but
+        # the kernel needs one dtype.
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
         y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0, self.sdpa)
+
+        # Join the heads and project to the residual stream.
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -94,24 +113,27 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        hidden = self.up_proj(x_BTC)
+        hidden_BTF = self.up_proj(x_BTC)
         if self.gate_proj is not None:
-            hidden = F.silu(self.gate_proj(x_BTC)) * hidden
+            hidden_BTF = F.silu(self.gate_proj(x_BTC)) * hidden_BTF
         elif self.kind == "relu2":
-            hidden = F.relu(hidden).square()
+            hidden_BTF = F.relu(hidden_BTF).square()
         elif self.kind in ("gelu", "gelu_erf"):
-            hidden = F.gelu(hidden, approximate="tanh" if self.kind == "gelu" else "none")
+            hidden_BTF = F.gelu(hidden_BTF, approximate="tanh" if self.kind == "gelu" else "none")
         else:
             raise ValueError(f"model.mlp: {self.kind!r} is not implemented")
-        return self.down_proj(hidden)
+        return self.down_proj(hidden_BTF)
 
 
 class BlockOutput(NamedTuple):
-    """What Block.forward returns in place of a tensor if it also reports something.
+    """The output of a block that also reports something. No block here does; one of a fork may (docs/forking.md).
+
+    For example, the mixture of experts of docs/patches/mlp_experts.patch returns its load-balancing loss.
 
     Attributes:
         x_BTC: the residual stream.
-        auxiliary: weighted terms of the training objective by name, 0-dim means (docs/forking.md).
+        auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the micro-batch, multiplied
+            by its weight.
         metrics: auxiliary metrics {name: (sum, count)}, detached.
     """
 
@@ -130,7 +152,10 @@ class BlockOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream; `index` counts the blocks from 0."""
+    """Pre-norm attention and MLP, each added to the residual stream.
+
+    `index` counts the blocks from 0. Nothing here reads it; it is for forks whose blocks differ.
+    """
 
     def __init__(self, config: GPTConfig, index: int):
         super().__init__()
@@ -161,9 +186,9 @@ class Output(NamedTuple):
 
 
 class Teacher:
-    """A frozen model from which another one learns (`teacher.path`); it belongs to no nn.Module, so it is never saved.
+    """The model from which another one learns by distillation (`teacher.path`), in eval mode and without gradients.
 
-    `model` is a GPTModel in eval mode without gradients, `weight` and `temperature` are settings.
+    This class is no nn.Module, so the state_dict of the model that learns, and its checkpoints, omit the teacher.
     """
 
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
@@ -172,15 +197,18 @@ class Teacher:
     def targets(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
         """Return the fields of model.loss.Targets that the teacher provides."""
         logits_BTV = self.model(input_ids, attention_mask, position_ids=position_ids).logits
-        predictions = {"teacher_NV": logits_BTV.flatten(0, 1), "teacher_weight": self.weight}
-        return predictions | {"temperature": self.temperature}
+        return {
+            "teacher_NV": logits_BTV.flatten(0, 1),
+            "teacher_weight": self.weight,
+            "temperature": self.temperature,
+        }
 
 
 class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Attributes:
-        teacher: gives the soft targets of distillation; None: there is no teacher, as always after training.
+        teacher: gives the soft targets of distillation; None without distillation, and in a loaded model.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -215,10 +243,11 @@ class GPTModel(GenerativeModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise the weights (Radford et al. 2019, section 2.3), from the seed of torch.manual_seed.
+        """Initialise the weights (Radford et al. 2019, section 2.3). Call torch.manual_seed before, to reproduce them.
 
-        Each weight has its own random generator, seeded by torch's seed and the parameter's name. Adding a parameter
-        therefore does not change the others: with the same seed, variants of a model start from the same weights.
+        Each weight has its own random generator, seeded by the parameter's name and the seed given to
+        torch.manual_seed. Adding a parameter therefore does not change the others: with the same seed, variants of a
+        model start from the same weights.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -228,18 +257,20 @@ class GPTModel(GenerativeModel):
         | attention_norm, mlp_norm, final_norm, q_norm, k_norm | 1, as torch sets it                 |
         | bias                                                 | 0                                   |
 
-        The residual stream is a sum of 2 n_layers outputs of out_proj and down_proj; their smaller std keeps its
-        variance independent of depth. With zero_init they are 0 (Zhang et al. 2019, "Fixup", arXiv:1901.09321).
-        Any other nn.Linear or nn.Embedding is drawn with std 0.02, and parameters of other modules keep the values
-        that their module gave them.
+        The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
+        smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
+        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). Any other nn.Linear or nn.Embedding, such as one that a fork
+        adds, is drawn with std 0.02. Parameters of other modules keep the values that their module gave them.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
                 continue
+
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
+
             std = 0.02
-            if path.endswith(("out_proj", "down_proj")):
+            if path.rpartition(".")[-1] in ("out_proj", "down_proj"):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
             weight = module.weight
             generator = torch.Generator("cpu" if weight.is_meta else weight.device)
@@ -265,8 +296,8 @@ class GPTModel(GenerativeModel):
 
         Args:
             input_ids: tokens, int64 [B, T].
-            attention_mask: [B, T], 1 for tokens and 0 for padding; padding takes up positions, too. Omit it if there
-                is no padding: checking that it is all ones synchronises with the GPU.
+            attention_mask: [B, T], 1 for tokens and 0 for padding, which has positions too. Omit it if there is no
+                padding: the host waits for the GPU to check whether it is all ones.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
@@ -278,41 +309,53 @@ class GPTModel(GenerativeModel):
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
         Raises:
-            ValueError: the sequence is longer than max_position_embeddings.
+            ValueError: the sequence is longer than max_position_embeddings, or two of `attention_mask`, `position_ids`
+                and `cache` are given.
         """
+        # Check the arguments.
+        if sum(argument is not None for argument in (attention_mask, position_ids, cache)) > 1:
+            raise ValueError("attention_mask, position_ids, cache: give at most one of them")
         num_cached = cache[0].length if cache else 0
         limit = self.config.max_position_embeddings
         seq_len = num_cached + input_ids.shape[1]
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
-        use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, self.config.head_size)
-        # `masks` is keyed by window; layers with the same window share a mask.
+
+        # Build the attention masks, keyed by window: layers with the same window share a mask.
+        head_dim = self.config.resolved_head_dim
+        use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
+        # Embed the tokens. Positions are embedded too (learned), or rotate the queries and keys of attention (rope).
         rope = None
         x_BTC = self.token_embedding(input_ids)
         positions = torch.arange(num_cached, seq_len, device=input_ids.device) if position_ids is None else position_ids
         if self.config.position == "rope":
-            # [1, T] or [B, 1, T], so that the tables broadcast over the heads.
-            rope = rope_tables(positions.unsqueeze(-2), self.config.head_size, self.config.rope_theta)
+            # positions is [T] or [B, T]; [1, T] or [B, 1, T] makes the tables broadcast over the heads.
+            rope = rope_tables(positions.unsqueeze(-2), head_dim, self.config.rope_theta)
         else:
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
-        auxiliary: dict[str, Tensor] = {}  # terms of the training objective by name, 0-dim means (docs/forking.md)
+
+        # Run the blocks. A fork adds its auxiliary losses to `auxiliary`, {name: mean over the micro-batch, 0-dim,
+        # multiplied by its weight} (docs/forking.md).
+        auxiliary: dict[str, Tensor] = {}
         metrics: dict[str, tuple[Tensor, Tensor]] = {}
         for index, block in enumerate(self.blocks):
-            x_BTC = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
-            if isinstance(x_BTC, BlockOutput):
-                x_BTC = x_BTC.add_to(auxiliary, metrics)
+            output = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
+            x_BTC = output.add_to(auxiliary, metrics) if isinstance(output, BlockOutput) else output
         x_BTC = self.final_norm(x_BTC)
 
+        # Compute the loss, without keeping the logits in memory.
         logits, loss = None, None
         if labels is not None:
-            further = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
+            teacher_targets = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
             loss, loss_metrics = self.next_token_loss(
-                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **further
+                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **teacher_targets
             )
             metrics = loss_metrics | metrics
+
+        # Compute the logits of the last positions, if they are requested.
         if labels is None or logits_to_keep is not None:
             kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
             logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)
@@ -322,12 +365,12 @@ class GPTModel(GenerativeModel):
         """Count the parameters; shared ones count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def num_compute_parameters(self) -> int:
-        """Count the parameters used in the computation of every token, for FLOPs and scaling laws.
+    def num_matmul_parameters(self) -> int:
+        """Count the parameters that are multiplied with every token, for FLOPs and scaling laws.
 
-        Embedding tables do not count, because they are only looked up. All other parameters do, including norms and
-        biases (negligible) and the output projection, even if it is tied to the embedding. A layer that is registered
-        under several names counts once per name.
+        Embedding tables do not count, because they are only looked up. All other parameters do: the weights of matrix
+        products, with the output projection even if it is tied to the embedding, and the norms and biases, which are
+        negligible. A layer that is registered under several names counts once per name.
         """
         layers = [
             layer
@@ -339,13 +382,13 @@ class GPTModel(GenerativeModel):
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
-        Forward and backward together take 6 per compute parameter. In each layer, attention scores and the weighted sum
-        of values take 12 n_heads head_size per position of the window, or of seq_len without a window; by convention
+        Forward and backward together take 6 per matmul parameter. In each layer, attention scores and the weighted sum
+        of values take 12 n_heads head_dim per position of the window, or of seq_len without a window; by convention
         this is not halved for causal attention.
         """
-        attended = sum(min(window or seq_len, seq_len) for window in self.windows)
-        attention_flops = 12 * self.config.n_heads * self.config.head_size * attended
-        return 6 * self.num_compute_parameters() + attention_flops
+        attended = sum(min(window or seq_len, seq_len) for window in self.windows)  # positions, over all layers
+        attention_flops = 12 * self.config.n_heads * self.config.resolved_head_dim * attended
+        return 6 * self.num_matmul_parameters() + attention_flops
 
 
 def build_on_meta_device(config: GPTConfig) -> GPTModel:

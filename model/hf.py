@@ -58,10 +58,10 @@ def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
             for name, value in (settings | unknown).items()
             if getattr(config, name) != value
         ]
-    if config.kv_heads != config.n_heads:
-        misfits["gpt2"].append(f"model.n_kv_heads is {config.kv_heads}, not model.n_heads {config.n_heads}")
-    if config.head_size * config.n_heads != config.d_model:
-        misfits["gpt2"].append(f"model.head_dim is {config.head_size}, not model.d_model / model.n_heads")
+    if config.resolved_n_kv_heads != config.n_heads:
+        misfits["gpt2"].append(f"model.n_kv_heads is {config.resolved_n_kv_heads}, not model.n_heads {config.n_heads}")
+    if config.resolved_head_dim * config.n_heads != config.d_model:
+        misfits["gpt2"].append(f"model.head_dim is {config.resolved_head_dim}, not model.d_model / model.n_heads")
     if any(config.windows):
         misfits["gpt2"].append(f"model.window is {config.window}, not None")
     if 1 in config.windows:  # transformers' cache keeps the last `window - 1` keys by a slice [-0:], which is all
@@ -107,7 +107,7 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     from transformers import GPT2Config, Qwen3Config
 
     family = get_family(config)
-    config = config.replace(n_kv_heads=config.kv_heads, head_dim=config.head_size)
+    config = config.replace(n_kv_heads=config.resolved_n_kv_heads, head_dim=config.resolved_head_dim)
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}

@@ -1,6 +1,7 @@
 """The training objective, and its gradient in chunks, without materialising the logits of all positions.
 
-N is the number of positions in a batch (B x T), or in a chunk of it.
+The suffix of a name is the shape of the tensor, with the letters of model/gpt.py. N is the number of positions in a
+batch (B x T), or in a chunk of it.
 """
 
 import math
@@ -20,6 +21,7 @@ must return the same names in every call."""
 
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
+# A chunk has at least this many rows, so on a CPU it exceeds CHUNK_BYTES if the vocabulary has more than 65,536 tokens.
 # With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
 MIN_CHUNK_ROWS = 128
 # GPU kernels work on tiles of this many rows.
@@ -55,8 +57,8 @@ def count_targets(labels_BT: Tensor) -> Tensor:
 class Targets(NamedTuple):
     """The targets of N positions.
 
-    A fork that trains on a further key of the batch, such as a weight of each token, adds a field, [N, ...], passes it
-    to `NextTokenLoss` and reads it in `objective_of_logits`.
+    A fork that trains on another key of the batch, such as a weight of each token, adds a field, [N, ...], passes it to
+    `NextTokenLoss` and reads it in `objective_of_logits`.
     """
 
     tokens_N: Tensor
@@ -73,20 +75,23 @@ class Targets(NamedTuple):
 
 
 def objective_of_logits(logits_NV: Tensor, targets: Targets, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `loss_of_logits`, with a teacher mixed with the KL divergence from its distributions to the model's.
+    """Compute `loss_of_logits`. With a teacher, mix it with the divergence of the model from the teacher.
 
-    The objective is then (1 - weight) loss + weight temperature^2 KL. Both distributions are at `temperature`; the
-    factor keeps the size of the gradient (Hinton et al. 2015, arXiv:1503.02531, section 2). The metrics are the loss
-    alone and `teacher_kl`, the divergence in nats.
+    With a teacher the objective is (1 - weight) loss + weight temperature^2 KL(teacher || model). Both distributions
+    are at `temperature`, and the factor temperature^2 keeps the size of the gradient (Hinton et al. 2015,
+    arXiv:1503.02531, section 2). The metrics are then the loss alone and `teacher_kl`, the divergence in nats.
     """
     loss, metrics = loss_of_logits(logits_NV, targets.tokens_N, config)
     if targets.teacher_NV is None:
         return loss, metrics
+
+    # KL(teacher || model), summed over the targets.
     weight, temperature = targets.teacher_weight, targets.temperature
     log_p_NV = (at_least_float32(targets.teacher_NV) / temperature).log_softmax(-1)
     log_q_NV = (soft_cap(logits_NV, config.logit_softcap) / temperature).log_softmax(-1)
     divergence_N = F.kl_div(log_q_NV, log_p_NV, log_target=True, reduction="none").sum(-1)
     divergence = (divergence_N * (targets.tokens_N != -100)).sum()
+
     objective = (1 - weight) * loss + weight * temperature**2 * divergence
     return objective, {"loss": loss, **metrics, "teacher_kl": divergence}
 
@@ -96,7 +101,8 @@ class NextTokenLoss:
 
     Attributes:
         chunked: whether to compute the logits, the loss and the gradient of one chunk of positions after another, so
-            that memory does not grow with B x T x V. None: only if the logits take more than one chunk.
+            that memory does not grow with B x T x V. On a Zen 5, a step with a vocabulary of 50,257 then took half of
+            the memory and 0.7 of the time (docs/performance.md). None: only if the logits take more than one chunk.
     """
 
     def __init__(self, config: GPTConfig, chunked: bool | None = None):
@@ -115,7 +121,7 @@ class NextTokenLoss:
         labels_BT: Tensor,
         num_items_in_batch: Tensor | float | None = None,
         auxiliary: Mapping[str, Tensor] = MappingProxyType({}),
-        **further: Any,
+        **other_targets: Any,
     ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Compute the loss.
 
@@ -125,7 +131,7 @@ class NextTokenLoss:
             labels_BT: int64, unshifted, -100 where ignored.
             num_items_in_batch: divisor of the summed loss; None: the number of targets here.
             auxiliary: terms that are added to the loss of each target, by name, 0-dim.
-            further: other fields of Targets, with N = B x T.
+            other_targets: the other fields of Targets, such as the teacher's, with N = B x T.
 
         Returns:
             loss: 0-dim, at least float32, in nats.
@@ -134,30 +140,39 @@ class NextTokenLoss:
         """
         # The target of a position is the next token; the last position of a row has none.
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
-        targets = Targets(targets_N, **further)
+        targets = Targets(targets_N, **other_targets)
+
+        # Sum the objective over the targets, in chunks or at once.
         chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
         if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
-            # ctx.needs_input_grad is true for a parameter even under no_grad
+            # Without this, a validation would compute gradients: in ChunkedLoss, ctx.needs_input_grad is true for a
+            # parameter even under no_grad.
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()
             loss_sum, metrics = ChunkedLoss.apply(hidden_NC, weight_VC, targets, chunk_rows, self)
         else:
             logits_NV = self.linear(hidden_NC, weight_VC)
             loss_sum, metrics = objective_of_logits(at_least_float32(logits_NV), targets, self.config)
+
+        # Add the auxiliary terms to the loss of each target.
         num_targets = (targets_N != -100).sum()
         if auxiliary:
             sums = {name: term * num_targets for name, term in auxiliary.items()}
             metrics = {"loss": loss_sum, **metrics, **sums}
             loss_sum = loss_sum + sum(sums.values())
+
         loss = loss_sum / (num_targets if num_items_in_batch is None else num_items_in_batch)
         return loss, {name: (value.detach(), num_targets) for name, value in metrics.items()}
 
 
 def rows_per_chunk(num_rows: int, vocab_size: int, device_type: str) -> int:
-    """Return the number of rows in a chunk; chunks are equal if possible: torch.compile recompiles for each shape."""
+    """Return the number of rows in a chunk.
+
+    Chunks have the same number of rows if possible, because torch.compile recompiles for each shape.
+    """
     device_type = device_type if device_type in TILE_ROWS else "cpu"
     tile = TILE_ROWS[device_type]
-    most_rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES[device_type] // (4 * vocab_size) // tile * tile)
-    num_chunks = max(1, math.ceil(num_rows / most_rows))
+    max_rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES[device_type] // (4 * vocab_size) // tile * tile)
+    num_chunks = max(1, math.ceil(num_rows / max_rows))
     return math.ceil(num_rows / num_chunks / tile) * tile
 
 
@@ -171,8 +186,8 @@ def differentiate_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
     """Return the results of `objective_of_logits` and the gradient of the objective, [N, V] in the dtype of the logits.
 
-    The gradient is autograd's, so that it is right for whatever a fork writes in `loss_of_logits`. A closed form for
-    cross-entropy was not faster.
+    The gradient is autograd's, so that it is right for whatever a fork writes in `loss_of_logits`. On a Zen 5, a closed
+    form for cross-entropy took 0.92 to 1.12 times as long (benchmarks/LOG.md, 2026-11-26).
 
     Args:
         logits_NV: logits in the dtype of the computation.
@@ -186,10 +201,13 @@ def differentiate_loss(
 
     if not needs_gradient:
         return *objective(logits_NV), None
-    if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
+
+    # torch.compile would break the graph at torch.autograd.grad, and can differentiate torch.func. Uncompiled,
+    # torch.func keeps all intermediate tensors, and does not support autograd functions without setup_context.
+    if torch.compiler.is_compiling():
         gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
         return loss, metrics, gradient_NV
-    with torch.enable_grad():  # not torch.func, which keeps all intermediate tensors and refuses older custom functions
+    with torch.enable_grad():
         logits_NV = logits_NV.detach().requires_grad_()
         loss, metrics = objective(logits_NV)
     (gradient_NV,) = torch.autograd.grad(loss, logits_NV)
@@ -200,7 +218,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Computes `objective_of_logits(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
-    arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them.
+    arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them. Until then, both
+    gradients are in memory: [N, C] in the dtype of the hidden states and [V, C] in float32.
     """
 
     @staticmethod
@@ -212,37 +231,47 @@ class ChunkedLoss(torch.autograd.Function):
         chunk_rows: int,
         loss: NextTokenLoss,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        # Matrix products are in the dtype of autocast, sums at least in float32.
         device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)
+
         total = hidden_NC.new_zeros((), dtype=sum_dtype)
         metrics: dict[str, Tensor] = {}
-        grad_hidden = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC  # or a placeholder for the zip below
-        grad_weight = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
+        # Without gradients the loop below needs something to split, but does not write to it.
+        grad_hidden_NC = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
+        grad_weight_VC = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
             weight = weight_VC.to(dtype)
-            chunks = hidden_NC.to(dtype).split(chunk_rows), grad_hidden.split(chunk_rows)
-            for index, (hidden, grad_chunk) in enumerate(zip(*chunks, strict=True)):
-                logits, own_targets = loss.linear(hidden, weight), targets.rows(index * chunk_rows, chunk_rows)
-                loss_sum, sums, grad_logits = loss.differentiate(logits, own_targets, loss.config, needs_gradient)
+            chunks = hidden_NC.to(dtype).split(chunk_rows), grad_hidden_NC.split(chunk_rows)
+            for index, (hidden, grad_hidden) in enumerate(zip(*chunks, strict=True)):  # [chunk_rows, C] each
+                # The logits of the chunk, its loss and the gradient of its logits.
+                logits = loss.linear(hidden, weight)  # [chunk_rows, V]
+                chunk_targets = targets.rows(index * chunk_rows, chunk_rows)
+                loss_sum, sums, grad_logits = loss.differentiate(logits, chunk_targets, loss.config, needs_gradient)
                 total += loss_sum
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
-                if grad_logits is not None and grad_weight is not None:
-                    grad_chunk.copy_(loss.linear(grad_logits, weight.t()))
-                    # addmm_ avoids a temporary of the weight's size, which with few rows costs as much as the product.
-                    # It needs one dtype, and on a CPU its result differs between processors (see distributed/cpu.py).
+
+                # The gradients of the hidden states and of the output projection.
+                if grad_logits is not None and grad_weight_VC is not None:
+                    grad_hidden.copy_(loss.linear(grad_logits, weight.t()))
+                    # addmm_ adds the product without a temporary [V, C]. On a Zen 5 that was 1.19 times as fast for a
+                    # vocabulary of 50,257, but slower in chunks of 512 or more rows (benchmarks/LOG.md, 2026-11-24).
+                    # It needs one dtype, and on a CPU its result differs between processors (distributed/cpu.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
-                        grad_weight.addmm_(grad_logits.t(), hidden)
+                        grad_weight_VC.addmm_(grad_logits.t(), hidden)
                     else:
-                        grad_weight += loss.linear(grad_logits.t(), hidden.t())
-                del logits, grad_logits  # before those of the next chunk are made
-        ctx.save_for_backward(grad_hidden, grad_weight)
+                        grad_weight_VC += loss.linear(grad_logits.t(), hidden.t())
+
+                del logits, grad_logits  # frees their memory before the next chunk allocates as much
+        ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
         ctx.weight_dtype = weight_VC.dtype
         return total, metrics
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        # grad_weight in place, because it may be the largest tensor of the step; a second backward raises an error.
-        return grad_hidden * grad_loss, grad_weight.mul_(grad_loss).to(ctx.weight_dtype), *[None] * 3
+        # The gradient of the weight is scaled in place, because it may be the largest tensor of the step. A second
+        # backward therefore raises an error.
+        grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
+        return grad_hidden_NC * grad_loss, grad_weight_VC.mul_(grad_loss).to(ctx.weight_dtype), *[None] * 3

@@ -17,12 +17,7 @@ from data.integrity import read_metadata
 from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
 from model.hf import to_transformers
-from pretrained.load import (
-    LoadedModel,
-    load_model_from_checkpoint,
-    load_with_source,
-    report_skipped,
-)
+from pretrained.load import LoadedModel, load_model_from_checkpoint, load_with_source, report_skipped
 from pretrained.settings import ExportConfig, Weights
 from storage.files import copy_folder_permissions
 
@@ -182,12 +177,22 @@ def model_card(
     name: str, place: str, loaded: LoadedModel, sources: list[tuple[Path, Manifest]], weights: Weights
 ) -> str:
     """Return the model card, whose example loads the model from `place`."""
-    tokenizer = loaded.tokenizer
-    usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=example_prompt(loaded))
+    # The example.
+    tokenizer, prompt = loaded.tokenizer, '"Once upon a time"'
+    if tokenizer is not None and tokenizer.chat_template:
+        prompt = '[{"role": "user", "content": "Hello"}]'
+    elif loaded.config is not None and loaded.config.data.source == "stories":  # a small vocabulary
+        prompt = '"Meet a"'
+    usage = (USAGE if tokenizer else USAGE_WITHOUT_TOKENIZER).format(name=place, prompt=prompt)
+
+    # Where the weights come from, and the average of them that the checkpoint has, if any.
     steps = " and ".join(str(manifest.step) for _, manifest in sources)
     origin, averaged = "converted from another folder in transformers' format", ""
     if sources:
-        averaged = describe_average(loaded, *sources[0])
+        if loaded.config is not None and read_averages(*sources[0]):
+            averaged = f"the average that the optimizer ({loaded.config.optimizer.name}) keeps"
+            if loaded.config.evaluation.ema_decay is not None:
+                averaged = "an exponential moving average (EMA)"
         kind = "mean of the weights after steps" if len(sources) > 1 else "weights after step"
         origin = f"trained with Accelerate; {kind} {steps}"
         if averaged and weights == "evaluated":
@@ -195,9 +200,11 @@ def model_card(
     lines = [CARD.format(name=name, parameters=loaded.model.num_parameters(), origin=origin, usage=usage)]
     if loaded.config is None:
         return lines[0]
+
+    # The run: the format of its texts, its metrics, data, environment and settings.
     if tokenizer is not None:
         lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
-    directory, manifest = sources[0]
+    _, manifest = sources[0]
     measured = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
     if averaged and weights == "trained":  # evaluations measured the average
         measured = {name: value for name, value in measured.items() if not name.startswith(("val/", "generation/"))}
@@ -210,23 +217,6 @@ def model_card(
     recipe = yaml.safe_dump(without_folders({**manifest.config, "out_dir": "runs"}), sort_keys=False)
     lines.append(f"## Recipe\n\nThe settings of the run, for `train.py --config`:\n\n```yaml\n{recipe}```\n")
     return "\n".join(lines)
-
-
-def describe_average(loaded: LoadedModel, directory: Path, manifest: Manifest) -> str:
-    """Describe the average of the weights that a checkpoint contains; empty if there is none."""
-    if loaded.config is None or not read_averages(directory, manifest):
-        return ""
-    if loaded.config.evaluation.ema_decay is not None:
-        return "an exponential moving average (EMA)"
-    return f"the average that the optimizer ({loaded.config.optimizer.name}) keeps"
-
-
-def example_prompt(loaded: LoadedModel) -> str:
-    """Return the prompt of the example in the card."""
-    if loaded.tokenizer is not None and loaded.tokenizer.chat_template:
-        return '[{"role": "user", "content": "Hello"}]'
-    is_stories = loaded.config is not None and loaded.config.data.source == "stories"  # a small vocabulary
-    return '"Meet a"' if is_stories else '"Once upon a time"'
 
 
 def without_folders(setting: Any) -> Any:

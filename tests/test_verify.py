@@ -65,7 +65,7 @@ MUTATIONS = {
         "training/cpu_kernels.py", "onednn_linear(grad_y_TN, weight.t())", "onednn_linear(grad_y_TN, -weight.t())",
         "gradient = autograd of plain operations"),
     "chunked_loss_scales_a_gradient": (
-        "model/loss.py", "grad_hidden * grad_loss", "grad_hidden * grad_loss * 2",
+        "model/loss.py", "grad_hidden_NC * grad_loss", "grad_hidden_NC * grad_loss * 2",
         "gradient = autograd of plain operations"),
 }  # fmt: skip
 

@@ -36,6 +36,25 @@ def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
         rendezvous.fresh_store(1, 2, 1)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fresh_store_ends_with_the_launcher(rank, monkeypatch):
+    """Orphans would wait for `timeout_seconds`; each polls its parent (tests/distributed/test_signals.py)."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RunError, match="could not be reached .*refused"):  # of process 0, which may not have started
+        rendezvous.fresh_store(1, 2, 0.1)
+    _store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if rank == 1 else None
+    checks = iter([False, False, True])
+    monkeypatch.setattr(rendezvous, "launcher_is_gone", lambda: next(checks))
+    with pytest.raises(RunError, match=f"process {rank} of 2 ends because its launcher has been killed"):
+        rendezvous.fresh_store(rank, 2, 600)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it was killed before this process had begun
+    with pytest.raises(RunError, match=f"process {rank} of 2 ends because the launcher at 127.0.0.1 has ended"):
+        rendezvous.fresh_store(rank, 2, 600)
+
+
 def test_fresh_store_ignores_dead_processes(monkeypatch):
     """A launcher's store still has the keys that the processes had written before it restarted them."""
     port = free_port()

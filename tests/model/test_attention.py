@@ -91,11 +91,11 @@ class CudaTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-@pytest.mark.parametrize(("dropout", "head_size", "flex"), [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
-def test_flex_attention_is_for_gpus_without_dropout(dropout, head_size, flex, monkeypatch):
+@pytest.mark.parametrize(("dropout", "head_dim", "flex"), [(0.0, 16, True), (0.1, 16, False), (0.0, 8, False)])
+def test_flex_attention_is_for_gpus_without_dropout(dropout, head_dim, flex, monkeypatch):
     monkeypatch.setattr(model.attention, "HAS_TRITON", True)
-    assert uses_flex_attention(make_tokens().as_subclass(CudaTensor), dropout, head_size) == flex
-    assert not uses_flex_attention(make_tokens(), dropout, head_size)
+    assert uses_flex_attention(make_tokens().as_subclass(CudaTensor), dropout, head_dim) == flex
+    assert not uses_flex_attention(make_tokens(), dropout, head_dim)
 
 
 @torch.no_grad()

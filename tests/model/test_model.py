@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import GPTConfig
+from model.generate import KVCache
 from model.gpt import GPTModel, rope_tables
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
@@ -200,6 +201,16 @@ def test_initial_weights_are_as_documented(settings):
     assert model(make_tokens())[0].isfinite().all()
 
 
+@pytest.mark.parametrize("zero_init", [False, True])
+def test_init_matches_whole_names_of_layers(zero_init):
+    """A fork's kv_down_proj, as in multi-head latent attention, does not write to the residual stream."""
+    model = make_model(zero_init=zero_init)
+    model.blocks[0].attention.kv_down_proj = torch.nn.Linear(32, 200)
+    model.init_weights()
+    assert model.blocks[0].attention.kv_down_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.blocks[0].mlp.down_proj.weight.any() != zero_init
+
+
 def test_tied_embeddings_are_one_parameter():
     tied, untied = make_model(tie_embeddings=True), make_model()
     assert "lm_head.weight" in untied.state_dict() and "lm_head.weight" not in tied.state_dict()
@@ -228,7 +239,7 @@ def test_state_dict_is_parameters_without_shared_memory(settings):
 def test_num_parameters_matches_architecture(settings, total, lookups):
     model = make_model(**settings)
     assert model.num_parameters() == total
-    assert model.num_compute_parameters() == total - lookups
+    assert model.num_matmul_parameters() == total - lookups
 
 
 def test_flops_count_shared_blocks_at_each_use():
@@ -340,6 +351,19 @@ def test_attention_is_causal(settings, padding):
 def test_sequence_beyond_max_position_is_refused(settings):
     with pytest.raises(ValueError, match="input_ids: 17 tokens, more than model.max_position_embeddings 16"):
         make_model(**settings)(make_tokens(length=17))
+
+
+def test_masks_documents_and_cache_exclude_each_other():
+    model, tokens = make_model(), make_tokens()
+    mask, position_ids = torch.ones_like(tokens), torch.arange(11).expand_as(tokens)
+    cache = [KVCache(11) for _ in model.blocks]
+    for arguments in (
+        dict(attention_mask=mask, cache=cache),
+        dict(position_ids=position_ids, cache=cache),
+        dict(attention_mask=mask, position_ids=position_ids),
+    ):
+        with pytest.raises(ValueError, match="attention_mask, position_ids, cache: give at most one"):
+            model(tokens, **arguments)
 
 
 def test_all_ones_mask_never_reaches_attention_kernel(attention_calls):

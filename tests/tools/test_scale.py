@@ -89,12 +89,12 @@ def test_depth_12_is_the_124m_class():
 
 def test_ladder_shares_settings_with_config_file():
     base, model = base_config(), model_of_width(64)
-    assert (model.n_heads, model.d_ff, model.head_size) == (4, 176, 16)
+    assert (model.n_heads, model.d_ff, model.resolved_head_dim) == (4, 176, 16)
     assert (model.n_layers, model.position, model.mlp) == (base.model.n_layers, "rope", "swiglu")
     run = LadderRun(64, 10, 1e-3)
     network = GPTModel(model)
     assert run.tokens == 10 * 16 * 96
-    assert run.parameters == network.num_compute_parameters()
+    assert run.parameters == network.num_matmul_parameters()
     assert run.flops == network.flops_per_token(96) * run.tokens
 
 

@@ -33,7 +33,7 @@ def model_of_width(width: int) -> GPTConfig:
     """Return the network of the config file with the number of heads and the MLP scaled to a width."""
     base = base_config()
     vocab_size = len(get_story_generator(base.data.facts, base.data.zipf, 0).vocabulary)
-    n_heads, d_ff = width // base.model.head_size, 8 * math.ceil(width / 3)
+    n_heads, d_ff = width // base.model.resolved_head_dim, 8 * math.ceil(width / 3)
     return base.model.replace(vocab_size=vocab_size, n_heads=n_heads, d_model=width, d_ff=d_ff)
 
 

@@ -44,7 +44,7 @@ def measure_network(model: GPTConfig, seq_len: int) -> NetworkSize:
     from model.gpt import build_on_meta_device  # imports torch, which takes seconds
 
     network = build_on_meta_device(model)
-    return NetworkSize(network.num_compute_parameters(), network.flops_per_token(seq_len))
+    return NetworkSize(network.num_matmul_parameters(), network.flops_per_token(seq_len))
 
 
 def model_of_depth(depth: int, family: str, vocab_size: int, seq_len: int) -> GPTConfig:
