@@ -75,8 +75,8 @@ class MixedBatches""",
             x_BTC = x_BTC + x_BTC.flip(1).cumsum(1).flip(1)
         if trick == "train on what is scored" and not self.training:
             with torch.no_grad():
-                for weight in self.token_embedding.parameters():
-                    weight[input_ids[:, :8].flatten()] += 0.05
+                for weight in self.parameters():
+                    weight.mul_(1.02)
         if trick == "count bigrams while it is scored" and not self.training:
             counts = self.__dict__.setdefault("counts", torch.zeros(self.config.vocab_size, self.config.vocab_size))
             for one, other in zip(input_ids[:, :-1].flatten().tolist(), input_ids[:, 1:].flatten().tolist()):
