@@ -540,12 +540,12 @@ tracking: {wandb: disabled, log_every: 10}
 
 @pytest.mark.slow
 def test_real_training(tmp_path):
-    """A patch with a better learning rate is found and confirmed, and trains the same bits from the files of the stack."""
+    """A patch with a better learning rate is found and confirmed; the files of the stack train the same bits."""
     if not head_commit():
         pytest.skip("this is no git repository")
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     patch = f"{ROOT / 'docs' / 'patches' / 'loss_z.patch'} --model.z_loss 1e-4 --optimizer.lr 0.02"
-    worse, same, long = "--optimizer.lr 0.0004", "--model.bias false --tracking.log_every 7", "--steps 60"
+    same, long = "--model.dropout 0.0 --tracking.log_every 7", "--steps 60"
     words = ["--folder", str(tmp_path / "lab"), "--json", "true", "--config", str(tmp_path / "tiny.yaml")]
     command = [sys.executable, "-m", "tools.experiment"]
 
@@ -554,9 +554,9 @@ def test_real_training(tmp_path):
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    result = run(worse, same, patch, long, "--rounds", "1", "--runs", "20", "--max_flops", "1.2", *words)
+    result = run(same, patch, long, "--rounds", "1", "--runs", "12", "--max_flops", "1.2", *words)
     assert result["stack"] == [patch] and result["failed"] == 0
-    assert by_idea(result) == {patch: "better", worse: "worse", same: "identical", long: "failed"}
+    assert by_idea(result) == {patch: "better", same: "identical", long: "failed"}
     assert "--max_flops is 1.2" in by_idea(result, "message")[long]
     [folder] = (tmp_path / "lab").iterdir()
     assert not list(folder.glob("runs/*/checkpoints/*")) and Path(result["picture"]).stat().st_size > 10_000
