@@ -38,7 +38,7 @@ RUNGS = [
     "mnist_spawn_ddp", "data_parallel", "mnist_allreduce", "gpt_allreduce", "gpt_ddp", "gpt_buckets", "gpt_accelerate",
     "model_parallel", "ring_allreduce",
 ]  # fmt: skip
-GPT_STEPS = 10
+GPT_STEPS = 3
 # Names in a profile. An all-reduce is started by the thread of the backward, so the order of both is no chance.
 REDUCE = "c10d::allreduce_"
 ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"

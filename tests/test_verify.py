@@ -185,7 +185,7 @@ def in_a_fork(verify, out_dir, file, *words):
     """Return the output and the exit code of a function in a fork."""
     process = forked.server.Process(target=verify, args=(out_dir, file, *words))
     process.start()
-    process.join(200)
+    process.join(300)
     return file.read_text(), process.exitcode
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -26,7 +27,7 @@ from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepar
 from data.prepare.sources import Source, find_files
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, thinned
 from tests.support import forked
 
 END = 256  # the end-of-text token of the byte tokenizer
@@ -464,7 +465,7 @@ def test_trained_tokenizer_is_lossless_and_deterministic(tmp_path, bpe):
     assert len(tokenizer.encode(text).ids) < len(text.encode()) / 2
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", thinned(range(5), 3))
 def test_document_in_pieces_has_same_tokens(tmp_path, small_blocks, bpe, seed):
     document = make_text(40_000, seed)
     make(write_jsonl(tmp_path / "a.jsonl", [document, "next"]), tmp_path / "out", str(bpe), validation="hash:0.0")
@@ -479,7 +480,7 @@ def test_document_in_pieces_has_same_tokens(tmp_path, small_blocks, bpe, seed):
 
 def test_cut_point_does_not_change_tokens(bpe):
     tokenizer, _ = load_tokenizer(bpe)
-    for seed in range(60):
+    for seed in range(20):
         text = make_text(6000, seed)
         cut = cut_point(text, tokenizer, limit=4000)
         assert 3000 < cut <= 4000
@@ -587,12 +588,12 @@ def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path, num_workers):
     assert "Traceback" not in stopped.stderr and "not interrupted" not in stopped.stderr
     assert stopped.stderr.endswith("\ndata.prepare: interrupted; run the same command again to resume\n")
     pid = int((tmp_path / "a.jsonl.pid").read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the process that encodes is left")
+    deadline = time.monotonic() + 300
+    with suppress(psutil.NoSuchProcess):
+        encoding = psutil.Process(pid)
+        while encoding.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "the process that encodes is left"
+            time.sleep(0.1)
     assert (tmp_path / "out.partial" / "cache").exists() and not out.exists()
     run(*command, preamble=SMALL_BLOCKS)
     assert "".join(texts(out)) and not (out / "cache").exists()
