@@ -90,7 +90,7 @@ def fill(path):
 
 
 def dying(original):
-    """A function of a save during which the process dies, in the faulty step or, if no save is going on, in the next."""
+    """A function of a save during which the process dies: in the faulty step or, if the disk is slow, in the next."""
 
     def call(*arguments):
         if MINE and (Model.step or 0) >= min(FAULTY_STEPS):
