@@ -348,7 +348,8 @@ def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [("1", "verify_steps: 1 leaves no step"), ("x", "steps: x must be a positive integer")]
+    ("steps", "message"),
+    [("1", "verify_steps: 1 leaves no step"), ("x", "error: verify_steps: x must be a positive integer")],
 )
 def test_wrong_number_of_verify_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))

@@ -11,12 +11,19 @@ from tools.experiment import change
 from tools.trial import TrialError, changed_results, compare_rows
 
 
-@pytest.mark.slow
-def test_trial_ends_with_one_message():
-    command = [sys.executable, "-m", "tools.trial", "--model.mlp", "no_such_mlp"]
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model.mlp", "no_such_mlp"], "model.mlp: no_such_mlp must be one of "),
+        (["--colour", "red"], "colour is not a setting"),
+        (["--verify_steps", "x"], "verify_steps: x must be a positive integer"),
+    ],
+)
+def test_trial_refuses_setting_with_one_message(words, message):
+    command = [sys.executable, "-m", "tools.trial", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    [message] = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and message.startswith("tools.trial: error: train.py: error: model.mlp: no_such_mlp")
+    assert done.returncode == 2 and done.stderr.startswith(f"tools.trial: error: {message}"), done.stderr
+    assert done.stderr.count("error") == done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
