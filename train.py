@@ -2,11 +2,13 @@
 
 A run is a function of its config, which contains the seed, of its launch (device, mixed precision, number of processes)
 and of what computes it: the code, the version of torch, the processor and the number of threads. With `exact`, in fp32
-on x86-64 CPUs, it does not depend on the number of processes (a power of two), on the processor or on the threads.
+on x86-64 CPUs, it does not depend on the number of processes (a power of two that divides the number of micro-batches
+in a global batch), on the processor or on the threads.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
-is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite. A branch
-also has the number of tokens that its parent had trained. Everything else, such as the learning rate, the global batch
+is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite. A branch,
+a run that starts from a checkpoint of another one (`branch_from`), also has the number of tokens that its parent was
+trained on. Everything else, such as the learning rate, the global batch
 and the random draws of step s, is computed from (config, s).
 """
 
@@ -76,7 +78,7 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    with record_outcome(run):
+    with record_outcome(run):  # once `open_run` has locked the directory: finished, preempted or failed, in status.json
         # Checks that need no communication run before the process group exists. `resolve` loads the data and the
         # models of `init_from` and `teacher.path`, and fills in settings that are null.
         check_launch(config)
@@ -119,6 +121,7 @@ def train(
     state = build_state(config, run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
+    # Norms of weights and gradients, and activations, in the logged steps with `tracking.block_stats`.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # The data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -134,8 +137,8 @@ def train(
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
     )
 
-    # Training tokens are counted from the starting point: a branch continues the count of its parent, whose global
-    # batches may have had other sizes.
+    # The number of training tokens is that of the checkpoint plus those of the steps since then. It cannot be computed
+    # from the step alone, because the global batches of a branch's parent may have had other sizes.
     throughput = Throughput(
         batch_sizes=global_batches.sizes,
         seq_len=config.seq_len,
@@ -156,7 +159,7 @@ def train(
         # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
         warm_up(state, loader.load(start.step)[0])
 
-        # Evaluate the initial model, unless only the final model is evaluated.
+        # A new run evaluates its initial model, if it evaluates more than the final one.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -164,32 +167,35 @@ def train(
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        metrics: dict[str, Any] = {}  # of one step, logged and saved together
+        metrics: dict[str, Any] = {}  # of the last step, logged and saved together
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             if profiler:
                 profiler.step()
 
-            # What is due after this step. Logs, evaluations and checkpoints count completed steps.
+            # What is due after this step. Logs, evaluations and checkpoints are numbered by completed steps, from 1.
             completed = step + 1
             log_now = is_due(config.tracking.log_every, config, completed)
             eval_now = is_due(config.evaluation.every, config, completed)
             stop_now = completed == config.stop_after and completed < config.steps
             save_now = is_due(config.checkpoint.every, config, completed) or stop_now
 
+            # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
             with block_statistics.record(log_now):
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Read the result of the previous step while the device computes this one. With `wait`, the host waits for
-            # the device here and reads the result of this step. The all-reduce of a step carries the stop flags of all
-            # processes, so all of them see a flag in the same step.
+            # Read the result of the previous step while the device computes this one; None after the first. With
+            # `wait`, the host waits for the device here and reads the result of this step. (Where updates may be
+            # skipped, train_step has read it already.) The all-reduce of a step carries the stop flags of all
+            # processes, so all of them see a flag in the same step. After a flag, this step is read too, and so
+            # checked for NaN, before it is saved below.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps
 
             # Hash the weights and the optimizer's state, for which the host waits for the device. The processes compare
             # their hashes every `check_replicas_every` steps and, unless that is 0, before a checkpoint.
-            metrics = {}
+            metrics = {}  # of this step
             check_every = config.check_replicas_every
             check_replicas_now = is_due(check_every, config, completed) or (save_now and check_every > 0)
             if log_now or eval_now or save_now or check_replicas_now:
@@ -257,7 +263,8 @@ def train_step(
     num_targets = torch.stack([count_targets(batch["labels"]) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
 
-    # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. DDP and FSDP2 average
+    # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
+    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average
     # the gradients over the processes, so multiply by their number to get the sum. A reducer already sums.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else results.num_processes)
@@ -267,24 +274,28 @@ def train_step(
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        state.seed_micro_batch(step, index, len(micro_batches))
+        state.seed_micro_batch(step, index, len(micro_batches))  # dropout; by the index in the global batch
         with nullcontext() if is_last else accelerator.no_sync(model):
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
-            state.reducer.add_micro_batch(len(micro_batches))  # after the last one, `.grad` is the global sum
+            # After the last one, `.grad` is the global sum.
+            state.reducer.add_micro_batch(num_micro_batches=len(micro_batches))
 
     # Send the losses and metrics to all processes while the gradients are clipped.
     results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
 
     # Clip the gradients by their global norm. grad_clip may be scheduled; None disables clipping.
+    # Parameters that no micro-batch used, such as idle experts, get a gradient of zero.
     gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
+    # FSDP2's norm is a DTensor.
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.add_grad_norm(grad_norm)
 
-    # Update the weights. If updates may be skipped, the host waits here for the result of this step.
+    # Update the weights. If updates may be skipped, the host waits here for the result of this step. Otherwise an
+    # update that is not finite is applied, and `read` raises before a checkpoint has it.
     result = results.read(wait=True) if config.on_nonfinite == "skip" else None
     if result is None or result.finite:
         state.optimizer.step()
@@ -301,12 +312,12 @@ def forward_backward(
         batch: the micro-batch.
         num_targets: the number of target tokens in the global batch, 0-dim, once `all_reduce` is complete.
         grad_scale: factor of the gradients.
-        all_reduce: sums `num_targets` over the processes; None: it is the sum.
+        all_reduce: sums `num_targets` over the processes; None: there is one process.
 
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
     """
-    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # divided by 1: the sum over the targets
+    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum over the targets
     if all_reduce:
         all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
     loss = loss_sum / num_targets
@@ -318,7 +329,8 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
-    gradients in the same order. Buffers that a fork's forward changes, like those of BatchNorm, change once more here.
+    gradients in the same order. It also registers the names of the metrics that the model reports. Buffers that a
+    fork's forward changes, like those of BatchNorm, change once more here, so such a model does not resume bit for bit.
     """
     _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)
@@ -343,9 +355,9 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     # Choose what sums the gradients over the processes: a reducer, or DDP or FSDP2.
     reducer = None
     if config.exact or config.cuda_graph:
-        # `exact` needs an order of additions that does not depend on the number of processes, and a CUDA graph would
-        # not run the hooks of DDP. evaluation_mode=True only keeps Accelerate from wrapping the model in DDP; it does
-        # not call model.eval().
+        # `exact` needs an order of additions that does not depend on the number of processes. The CUDA graph of a
+        # micro-batch is replayed for each of them, and DDP's hooks would sum the gradients in each.
+        # evaluation_mode=True keeps Accelerate from wrapping the model in DDP; it does not call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
         if config.exact:
             reducer = TreeSum(trainable_parameters(network), rank, num_processes)
@@ -353,10 +365,12 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
             reducer = AllReduce(trainable_parameters(network))
     else:
         # Step the optimizer without Accelerate's wrapper, which looks up installed packages in every step: 0.23 ms on a
-        # Zen 3 (benchmarks/LOG.md, 2026-11-22). The wrapper would scale the loss in fp16; train_step does.
+        # Zen 3 (benchmarks/LOG.md, 2026-11-22). train_step scales the loss in fp16 itself: Accelerate's scaler is off
+        # (distributed/launch.py).
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer
 
+    # With 0, the first loss or gradient that is not finite raises.
     max_skipped_in_a_row = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
     results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
