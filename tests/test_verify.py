@@ -252,6 +252,25 @@ def test_undefined_metrics_and_zeros_are_compared():
     assert verification.relative_error(3.0, 2.0) == 0.5 and verification.relative_error(0.1, 0.0) > 1
 
 
+STEPS = SimpleNamespace(config=SimpleNamespace(steps=6))
+
+
+def test_tensor_of_one_run_alone_is_a_difference():
+    both, one = ({name: torch.zeros(2) for name in names} for names in ("ab", "a"))
+    for runs in ((both, one), (one, both)):
+        result = verification.Verification.same_bits(STEPS, *(verification.Trained([], [], state) for state in runs))
+        assert result == (False, "1 of 2 weights and moments differ after 6 steps; the first one is b")
+
+
+@pytest.mark.parametrize("gradient", [[], [torch.zeros(3)]], ids=["not recorded", "zero"])
+def test_gradients_that_say_nothing_are_no_agreement(gradient):
+    """As of an optimizer of a fork whose updates torch does not see."""
+    trained = verification.Trained([{"train/loss": 1.0}], gradient, {})
+    verify = SimpleNamespace(uninterrupted=trained, train_without_ddp=lambda: trained, tolerance=1e-4)
+    passed, reason = verification.Verification.equals_training_without_ddp(verify, all_reduce=False)
+    assert passed is False and reason.startswith("the gradient of the first update is 0 or was not seen")
+
+
 def test_bad_settings_are_refused(runs):
     words = [*TINY_STORIES, "--out_dir", str(runs), "--model.n_heads", "5"]
     done = forked.run("verify.py", words, 2, environment())

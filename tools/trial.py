@@ -117,7 +117,9 @@ def train_and_kill(arguments: list[str], run: Path) -> None:
 
 
 def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
-    """Raise TrialError for the first logged value that differs after a resume."""
+    """Raise TrialError for the first logged value that differs after a resume, and if there is nothing to compare."""
+    if not uninterrupted:
+        raise TrialError("the run logged no metrics, so nothing was compared; log with tracking.log_every")
     for expected, row in zip(uninterrupted, resumed, strict=False):
         for key in sorted(expected.keys() | row.keys()):
             if expected.get(key) != row.get(key):
@@ -143,7 +145,13 @@ def train_at_defaults(folder: Path) -> dict[str, dict]:
 
 
 def changed_results(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
-    return [
+    """Describe each metric of `before` that differs; a missing digest counts, since nothing replaces it."""
+    without_digest = [
+        f"{kind}: state/digest is not logged, so the bits cannot be compared"
+        for kind, metrics in before.items()
+        if metrics.get("state/digest") is None
+    ]
+    return without_digest + [
         f"{kind}: {name} is {metrics.get(name)}, {before[kind][name]} before"
         for kind, metrics in after.items()
         for name in before[kind]

@@ -39,7 +39,15 @@ def test_trial_names_first_difference(resumed, message):
         compare_rows([{"step": 1, "train/loss": 2.0}], resumed)
 
 
+def test_trial_needs_metrics():
+    with pytest.raises(TrialError, match="the run logged no metrics, so nothing was compared"):
+        compare_rows([], [])
+
+
 def test_trial_names_changed_results():
+    assert changed_results({"stories": {"train/loss": 5.0}}, {"stories": {"train/loss": 5.0}}) == [
+        "stories: state/digest is not logged, so the bits cannot be compared"
+    ]
     before = {"stories": {"state/digest": "1", "train/loss": 5.0}}
     after = {"stories": {"state/digest": "1", "train/loss": 5.0, "added": 3}}
     assert changed_results(before, after) == []
