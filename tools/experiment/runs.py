@@ -380,7 +380,9 @@ def read_results(folder: Path) -> dict[str, Result]:
     for number, line in enumerate(lines, start=1):
         try:
             result = from_json(parse_object(line), Result)
-        except ValueError as error:
+            if not (result.failure or result.is_stopped or result.seed == TIMING_SEED):
+                _ = result.value  # which must exist
+        except (ValueError, TypeError) as error:
             print(f"{folder / 'results.jsonl'}, line {number} is skipped: {error}", file=sys.stderr)
         else:
             results[result.run] = result

@@ -111,7 +111,8 @@ def test_failed_run_is_a_result(experiments):
 def test_nothing_is_better_that_fails_more_often(experiments):
     """One run of four of the baseline fails, and two of four with the idea."""
     experiments.hook(
-        "settings['model.fails'] = settings['seed'] == 5000 or settings['model.effect_a'] != 1 and settings['seed'] == 5001"
+        "is_idea, seed = settings['model.effect_a'] == 0.7, settings['seed']\n"
+        "settings['model.fails'] = seed == 5000 or is_idea and seed == 5001"
     )
     [difference] = experiments.confirm(A, seeds=4)["differences"]
     assert difference["effect"] == pytest.approx(-0.3, abs=0.01) and difference["verdict"] == "unknown"

@@ -1,0 +1,175 @@
+"""The report of races and confirmations as text, as JSON and as a picture; damaged files do not end it."""
+
+import json
+import os
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from config.errors import ConfigError
+from tools.experiment import report
+from tools.experiment.picture import draw, label
+
+A, B, NOTHING, FAILS = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001", "--model.fails true"
+CHANGE = r"[+-]\d+\.\d%"
+
+
+def test_sentence_of_a_better_idea_has_its_losses(experiments):
+    text = experiments.race(A, NOTHING, FAILS, json=False)
+    losses = r"loss 0\.90\d\d -> 0\.7[78]\d\d nats/token \(-13\.\d%\)"
+    interval = rf"excess loss -(29|30)\.\d% \({CHANGE} to {CHANGE}\)"
+    assert re.search(f"^Better: {A}: {losses}, {interval}$", text, re.MULTILINE)
+    first, last = text.splitlines()[0], text.splitlines()[-1]
+    assert re.fullmatch(r".*/races/\w{8}\.json: \d+ runs, [12] of them failed, 0\.00 hours", first)
+    assert last == f"picture: {experiments.race_file().with_suffix('.png')}"
+    assert "\nRound 1, on the baseline: loss 0.90" in text and f"\nRound 2, on {A}: loss 0.7" in text
+    assert f"failed: {FAILS}: the loss is nan" in text and f"\nFound: {A}\n" in text
+    header = next(line for line in text.splitlines() if line.startswith("idea "))
+    names = "idea, excess loss, 95% interval, verdict, q, runs, failed, steps, tokens, flops, seconds, parameters"
+    assert re.split(r"  +", header) == names.split(", ")
+    [row] = [line for line in text.split("Round 2")[0].splitlines() if line.startswith(f"{A} ")]
+    assert re.search(rf" better +\S+ +\d+ +{' +'.join(['1.00'] * 3)} +\d\.\d\d +1.00$", row)
+
+
+def test_sentence_without_a_known_entropy_has_the_loss_alone(experiments):
+    """Of a metric, too."""
+    text = experiments.race(B, metric="val/other", json=False)
+    assert re.search(rf"Better: {B}: loss 1\.\d+ -> 1\.\d+ nats/token \(-10\.\d%\), val/other -10", text)
+    assert "excess loss" not in text
+
+
+def test_one_idea_has_its_sentence_whatever_the_verdict(experiments):
+    assert f"\nNo gain: {NOTHING}: loss 0.90" in experiments.race(NOTHING, json=False)
+
+
+def test_all_races_and_confirmations_are_listed(experiments):
+    """The newest last."""
+    assert "has no results" in experiments.report(error=ConfigError)
+    experiments.race(A, B)
+    experiments.race(NOTHING, "--optimizer.lr", "1.5")
+    experiments.confirm(A, seeds=2)
+    results = experiments.report()
+    assert results["version"] == 1 and len(results["results"]) == 3
+    assert [one.get("stack") or one["ideas"] for one in results["results"][::2]] == [[A, B], [A]]
+    assert results["results"][1]["ideas"][0]["verdict"] == "no gain"
+    text = experiments.report(json=False)
+    assert text.index("Round 2") < text.index("No gain") < text.index("Confirmation on seeds")
+    assert not experiments.started()
+
+
+def test_running_race_is_reported(experiments):
+    experiments.hook("if settings['seed'] == 1:\n    os.kill(os.getppid(), 15)\n    import time\n    time.sleep(60)")
+    experiments.race(A, jobs=1, error=SystemExit)
+    [result] = experiments.report()["results"]
+    assert result["runs"] == 1 and result["ideas"][0]["verdict"] == "unknown" and result["ideas"][0]["effect"] is None
+    assert f"\nUnknown: {A}\n" in experiments.report(json=False)
+
+
+def test_damaged_lines_are_skipped(experiments):
+    experiments.race(A)
+    before = experiments.report()
+    digest = json.loads(experiments.race_file().read_text())["rounds"][0]["baseline"]["digest"]
+    row = '{"run": "%s", "loss": %s}'
+    rows = [
+        "{",
+        "[1]",
+        '{"run": 3}',
+        row % (f"{digest}-x", 1.0),
+        row % (f"{digest}-9", "null"),
+        row % (f"{digest}-9", 0),
+    ]
+    with (experiments.folder() / "results.jsonl").open("a") as file:
+        file.write("\n".join(rows) + "\n")
+    assert experiments.report() == before
+    assert len(re.findall(r"results\.jsonl, line \d+ is skipped: ", experiments.errors)) == len(rows)
+    assert experiments.race(A)["stack"] == [A] and not experiments.started()
+
+
+def test_damaged_races_do_not_hide_others(experiments):
+    experiments.race(A)
+    before, own = experiments.report()["results"], experiments.race_file()
+    damaged = [b"{", b"[]", b"{}", b'{"version": 1}', b"\xff", b""]
+    for name in ("races", "confirmations"):
+        (experiments.folder() / name).mkdir(exist_ok=True)
+        for number, content in enumerate(damaged):
+            (experiments.folder() / name / f"{number}.json").write_bytes(content)
+    assert experiments.report()["results"] == before
+    text = experiments.report(json=False)
+    for number in range(len(damaged)):
+        assert (
+            f"races/{number}.json cannot be read: " in text and f"confirmations/{number}.json cannot be read: " in text
+        )
+    own.write_text("{")
+    assert f"{own} cannot be read" in experiments.race(A, error=ConfigError)
+
+
+def test_results_without_files(experiments):
+    experiments.race(A)
+    (experiments.folder() / "results.jsonl").unlink()
+    [result] = experiments.report()["results"]
+    assert result["runs"] == 0 and result["ideas"][0]["verdict"] == "unknown"
+
+
+def test_very_wide_interval_is_not_printed(experiments):
+    """Four times as many nats in one run of two, in the fourth of the baseline as well."""
+    experiments.hook("settings['model.effect_b'] = 0.01 if settings['seed'] % 2 else 1.0")
+    result = experiments.race(NOTHING, runs=6)
+    [idea] = result["ideas"]
+    assert idea["high"] > 1000
+    assert " -  unknown, gains at most 100.0%" in experiments.race(NOTHING, runs=6, json=False)
+
+
+# The picture
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are written."""
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), savefig(self, *a, **k)))
+    return figures
+
+
+def test_picture_shows_rounds_effects_and_costs(experiments, monkeypatch, figures):
+    monkeypatch.setattr(report, "draw", draw)
+    worse, longer = "--model.effect_c 1.4", "--steps 90 --model.effect_a 0.6"
+    result = experiments.race(longer, B, NOTHING, FAILS, worse)
+    assert experiments.race_file().with_suffix(".png").stat().st_size > 10_000
+    axes, costs = figures[-1].axes
+    rows = [name.get_text() for name in axes.get_yticklabels()]
+    expected = []
+    for entry in result["rounds"]:
+        expected += [None, *(idea["idea"] for idea in entry["ideas"])]
+    assert [row if expected[i] else None for i, row in enumerate(rows)] == expected
+    assert rows[0].startswith("round 1, on the baseline (0.90") and rows[6].startswith("round 2, on the best so far")
+    header, *cells = (name.get_text().split() for name in costs.get_yticklabels())
+    assert header == ["effect", "runs", "steps", "FLOPs", "seconds", "params"]
+    best = result["rounds"][0]["ideas"][0]
+    assert cells[1][:4] == [f"{100 * best['effect']:+.1f}%", str(best["runs"]), "0.90", "0.90"]
+    failed = rows.index(FAILS)
+    assert cells[failed][0] == f"{result['failed']}-{result['failed']}"
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["better", "worse", "no gain", "failed"]
+    weights = {name.get_text(): name.get_weight() for name in axes.get_yticklabels()[:6]}
+    assert weights[longer] == "bold" and weights[B] == "normal"
+    low, high = axes.get_xlim()
+    assert low == -high and 1 - 0.6 / 0.9 < high < 0.4, "all gains are inside"
+
+
+def test_picture_without_results_and_of_very_wide_intervals(tmp_path, figures):
+    nothing = dict.fromkeys(("effect", "low", "high", "steps", "flops", "seconds", "parameters"))
+    idea = {"idea": "$x$ _one_", "verdict": "unknown", "runs": 0, "failed": 0, "joined": False, **nothing}
+    wide = idea | {"idea": "wide", "effect": 30.0, "low": -1.0, "high": 1e300}
+    entry = {"round": 1, "stack": [], "baseline_loss": None, "ideas": [idea, wide]}
+    race = {"rounds": [entry], "runs": 0, "failed": 0, "compared": "loss"}
+    draw(race, tmp_path / "race.svg")
+    text = (tmp_path / "race.svg").read_text()
+    assert "$x$ _one_" in [name.get_text() for name in figures[0].axes[0].get_yticklabels()] and "wide" in text
+    assert figures[0].axes[0].get_xlim() == (-1, 1)
+    draw(race | {"rounds": [entry | {"ideas": []}]}, tmp_path / "empty.svg")
+
+
+def test_label_of_a_patch_is_its_name():
+    assert label(f"a{os.sep}b/better.patch --model.x 1") == "better.patch --model.x 1"
+    assert len(label("x" * 100)) == 52 and label("x" * 100).endswith("…")

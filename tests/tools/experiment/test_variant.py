@@ -1,0 +1,191 @@
+"""Variants: what their digest covers, what they cost, and longer and larger ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from config.errors import ConfigError, RunError
+from tests.conftest import ROOT
+from tools.experiment.change import Checkouts, parse_idea
+from tools.experiment.variant import (
+    Cost,
+    Recipe,
+    Variant,
+    check_targets,
+    given_settings,
+    read_config,
+    scale_parameters,
+    scale_steps,
+)
+from tools.jobs.launch import Launch
+
+SETTINGS = {"name": "x", "steps": 400, "seq_len": 8, "global_batch_size": 4, "micro_batch_size": 4}
+SETTINGS |= {"data.source": "text", "optimizer.lr": 1.0, "evaluation.num_samples": 9, "data.num_samples": 100}
+SETTINGS |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
+SETTINGS |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
+ONE_PROCESS = Launch()
+
+
+def make_variant(launch=ONE_PROCESS, **changes):
+    cost = Cost(1000, 6000.0, 400, 400 * 4 * 8.0)
+    return Variant(ROOT, "a", False, launch, {}, SETTINGS, cost, ("a",)).changed(changes)
+
+
+# Digests
+
+
+def test_digest_covers_code_inputs_and_settings():
+    variant = make_variant()
+    for changes in ({"code_hash": "b"}, {"inputs": ("b",)}, {"settings": SETTINGS | {"steps": 5}}):
+        assert replace(variant, **changes).digest != variant.digest
+    others = {"tracking.wandb": "online", "checkpoint.every": 3, "seed": 3, "out_dir": "y", "resume": "never"}
+    assert variant.changed(others).digest == variant.digest
+
+
+def test_digest_covers_launch(tmp_path):
+    script = tmp_path / "launch.sh"
+    script.write_text("fp32")
+    launches = [Launch(), Launch(precision="bf16"), Launch(processes=2), Launch(("bash", str(script)), None, None)]
+    digests = [make_variant(launch).digest for launch in launches]
+    script.write_text("bf16")
+    digests.append(make_variant(launches[-1]).digest)
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("setting", ["init_from", "branch_from", "teacher.path"])
+@pytest.mark.parametrize("file", ["model.safetensors", "checkpoints/step-00000004/manifest.json", "manifest.json"])
+def test_changed_initial_weights_are_another_variant(setting, file, experiments):
+    weights = experiments.root / "base" / file
+    weights.parent.mkdir(parents=True)
+    weights.write_text("before")
+    recipe = Recipe(None, [f"--{setting}", str(experiments.root / "base")], Launch(), Checkouts())
+    before = recipe.variant()
+    assert recipe.variant().digest == before.digest
+    weights.write_text("after")
+    assert recipe.variant().digest != before.digest
+
+
+def test_changed_corpus_is_another_variant(experiments):
+    metadata = experiments.root / "corpus" / "metadata.json"
+    metadata.parent.mkdir()
+    digests = set()
+    for words in (["--data.path", str(metadata.parent)], ["--data.mix", f"{{{metadata.parent}: 1}}"]):
+        for content in "before", "after":
+            metadata.write_text(content)
+            digests.add(Recipe(None, words, Launch(), Checkouts()).variant().digest)
+    assert len(digests) == 4
+
+
+# Resolving
+
+
+def test_variants_of_one_code_are_resolved_together_and_each_has_its_result(experiments, patches):
+    """In the order of the ideas."""
+    head = patches.git("rev-parse", "HEAD").strip()
+    one, other = patches.effect("one", 1, 0.7), patches.write("other.patch", "# 1\n", "# 1\nx = 1\n")
+    texts = ["--steps 50", one, "--model.nope 1", "--model.crashes true", other, "--steps 70"]
+    ideas = [parse_idea(text) for text in texts]
+    with Checkouts() as checkouts:
+        stacks = [[], *([idea] for idea in ideas), [ideas[0], ideas[1]], [ideas[1], ideas[4]]]
+        found = Recipe(head, ["--steps", "60"], Launch(), checkouts).variants(stacks)
+    baseline, short, patched, wrong, crash, changed, longer, both, conflict = found
+    assert [one.settings["steps"] for one in (baseline, short, patched, changed, longer, both)] == [
+        60,
+        50,
+        60,
+        60,
+        70,
+        50,
+    ]
+    assert isinstance(wrong, ConfigError) and str(wrong) == "--model.nope is not a setting; --help lists all"
+    assert isinstance(crash, RunError) and "does not start: ValueError" in str(crash)
+    assert isinstance(conflict, ConfigError) and "git apply fails" in str(conflict)
+    assert both.settings["model.effect_one"] == 0.7 and baseline.cost == Cost(1000, 6000, 60, 480)
+    assert [one.changes_code for one in (baseline, short, patched, changed)] == [False, False, True, True]
+    assert baseline.code_hash == short.code_hash and len({one.code_hash for one in (short, patched, changed)}) == 3
+
+
+def test_tokens_of_a_run_count_all_processes():
+    """An unset global batch is a micro-batch of each."""
+    variant = make_variant(Launch(processes=2), global_batch_size=None)
+    assert variant.cost.tokens == 400 * 2 * 4 * 8 and variant.cost.flops == variant.cost.tokens * 6000
+
+
+def test_given_settings(tmp_path):
+    file, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    file.write_text("steps: 3\nmodel: {d_ff: 4, bias: true}\noptimizer.betas: [0.9, 0.99]\nname: null\n")
+    other.write_text("steps: 5")
+    words = [
+        "--model.d_ff",
+        "7",
+        "--config",
+        str(file),
+        f"--config={other}",
+        "--model.bias=null",
+        "--data.mix",
+        "{a: 1}",
+    ]
+    assert given_settings(words, ROOT, {}) == {
+        "model.d_ff": "4", "steps": "5", "model.bias": None, "optimizer.betas": ["0.9", "0.99"], "name": None,
+        "data.mix": {"a": "1"},
+    }  # fmt: skip
+    for wrong, message in (("x", "x: not an option"), ("--x", "x: has no value"), ("--config=/no", "No such file")):
+        with pytest.raises(ConfigError, match=message):
+            given_settings([wrong], ROOT, {})
+    for text, message in (("- 1", "no line has the form"), ("a: [", "line 1"), ("a: 1\na: 2", "a is set twice")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(str(file), ROOT, {})
+
+
+@pytest.mark.parametrize("name", ["seq_len", "evaluation.num_samples", "data.source", "data.new"])
+def test_settings_that_change_the_targets_are_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}: 3 changes which tokens are predicted"):
+        check_targets(make_variant(), make_variant(**{name: 3}))
+    check_targets(make_variant(), make_variant(**{"data.num_samples": 3, "data.num_workers": 3, "steps": 3}))
+
+
+# Scaling
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
+def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
+    larger = scale_parameters(make_variant(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+    kv = larger["model.n_kv_heads"]
+    assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
+    assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
+    assert larger["model.n_heads"] == pytest.approx(heads * size**0.5, abs=2)
+    assert larger["model.d_model"] // larger["model.n_heads"] == 64 // heads
+    assert larger["model.d_ff"] == pytest.approx(64 * size**0.5, abs=4) and larger["model.d_ff"] % 8 == 0
+    assert larger["optimizer.lr"] == pytest.approx(1 / size**0.5), "inversely proportional to the width"
+    assert larger["steps"] == 400 * size
+
+
+def test_scale_steps_scales_schedule_samples_and_tokens():
+    stories = {"data.source": "stories", "data.num_samples": 1000, "schedule.decay_steps": 80}
+    variant = make_variant(**stories)
+    longer = scale_steps(variant, 2.5)
+    names = ("steps", "schedule.warmup_steps", "schedule.decay_steps", "data.num_samples")
+    assert [longer.settings[name] for name in names] == [longer.given[name] for name in names] == [1000, 100, 200, 2500]
+    assert longer.cost.tokens == 2.5 * variant.cost.tokens and longer.cost.steps == 1000
+    assert "data.num_samples" not in scale_steps(make_variant(), 2.5).given, "a text has as many as it has"
+    assert scale_steps(variant, 1) == variant
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule.decay_steps": 160},
+        {"schedule.name": "constant", "schedule.decay_steps": 200},
+        {"schedule.batch_warmup_from": 1, "schedule.batch_warmup_steps": 200},
+        {"schedule.name": "linear", "steps": 600, "schedule.warmup_steps": 100, "schedule.decay_steps": 500},
+        {"schedule.name": "linear", "global_batch_size": None, "data.source": "random", "data.num_samples": 9},
+    ],
+)
+def test_scale_steps_keeps_schedules_valid(changes):
+    variant = make_variant(**changes)
+    for factor in (0.01, 0.5, 0.5**0.5, 2):
+        scaled = scale_steps(variant, factor).settings
+        assert scaled["steps"] == max(1, round(factor * variant.settings["steps"]))
+        assert scaled["schedule.warmup_steps"] + (scaled["schedule.decay_steps"] or 0) <= scaled["steps"], scaled
+        assert (scaled.get("schedule.batch_warmup_steps") or 0) <= scaled["steps"]
