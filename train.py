@@ -1,10 +1,15 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a function of its config, which contains the seed, and of its launch (device, mixed precision, number of
-processes). Its state is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if
-there is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite.
-Everything else, such as the learning rate, the global batch and the random draws of step s, is computed from
-(config, s).
+A run is a function of its config, which contains the seed, of its launch (device, mixed precision, number of processes)
+and of what computes it: the code, the version of torch, the processor and the number of threads. With `exact`, in fp32
+on x86-64 CPUs, it does not depend on the number of processes (a power of two that divides the number of micro-batches
+in a global batch), on the processor or on the threads.
+
+The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
+is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite. A branch,
+a run that starts from a checkpoint of another one (`branch_from`), also has the number of tokens that its parent was
+trained on. Everything else, such as the learning rate, the global batch
+and the random draws of step s, is computed from (config, s).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -31,7 +36,7 @@ from data.corpus import Corpus
 from data.loader import Batch, BatchLoader
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch, check_same_settings
-from distributed.private_torch import foreach_mul_
+from distributed.private_torch import foreach_mul_  # multiplies each tensor of a list in place
 from distributed.sharding import full_tensor
 from distributed.signals import Preempted, StopSignal
 from distributed.state_hash import state_digest
@@ -73,15 +78,20 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    with record_outcome(run):
-        # What a process can check alone is checked first, before the process group exists.
+    with record_outcome(run):  # once `open_run` has locked the directory: finished, preempted or failed, in status.json
+        # Checks that need no communication run before the process group exists. `resolve` loads the data and the
+        # models of `init_from` and `teacher.path`, and fills in settings that are null.
         check_launch(config)
         trackers.check(config)
-        config, corpus, models = resolve(config, run)  # loads the data, fills in settings that are null
+        config, corpus, models = resolve(config, run)
         check_run(run, config)
+
+        # Join the other processes, and install the signal handlers that stop the run after a step.
         accelerator = start_accelerator(config)
         check_same_settings(config, accelerator)
-        stop_signal = StopSignal()  # installs the handlers
+        stop_signal = StopSignal()
+
+        # Lock the run directory, choose the checkpoint to start from, and train.
         start = open_run(run, config, accelerator)
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, models)
@@ -106,11 +116,16 @@ def train(
     `state.network` is the bare model, and `state.model` is what Accelerate made of it, such as DDP.
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+
+    # Build the model and the optimizer, and load their state.
     state = build_state(config, run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
+    # Norms of weights and gradients, and activations, in the logged steps with `tracking.block_stats`.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
-    global_batches = corpus.global_batches(config)  # the order of the data: global batch s is a function of (config, s)
+
+    # The data. Global batch s is a function of (config, s), so there is no position to restore.
+    global_batches = corpus.global_batches(config)
     loader = BatchLoader(
         corpus.train,
         global_batches,
@@ -121,49 +136,75 @@ def train(
         num_workers=config.data.num_workers,
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
     )
-    flops_per_token = state.network.flops_per_token(config.seq_len)
-    since = start.step, start.tokens
-    throughput = Throughput(global_batches.sizes, config.seq_len, flops_per_token, peak_flops(accelerator), since)
+
+    # The number of training tokens is that of the checkpoint plus those of the steps since then. It cannot be computed
+    # from the step alone, because the global batches of a branch's parent may have had other sizes.
+    throughput = Throughput(
+        batch_sizes=global_batches.sizes,
+        seq_len=config.seq_len,
+        flops_per_token=state.network.flops_per_token(config.seq_len),
+        peak_flops=peak_flops(accelerator),
+        since=(start.step, start.tokens),
+    )
+
     with (
         Reporter(config, run, start.step, accelerator) as reporter,
-        Saver(run.checkpoints, config, accelerator, reporter.sync, run.record_progress) as saver,
+        Saver(
+            run.checkpoints, config, accelerator, sync_metrics=reporter.sync, record_progress=run.record_progress
+        ) as saver,
         step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):
         reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
-        warm_up(state, loader.load(start.step)[0])  # without an update: compiles, fixes DDP's bucket order
-        if start.step == 0 and 0 < config.evaluation.every < config.steps:  # not if only the last step is
+
+        # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
+        warm_up(state, loader.load(start.step)[0])
+
+        # A new run evaluates its initial model, if it evaluates more than the final one.
+        if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
             reporter.log(0, {"state/digest": str(digest)} | initial)
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        metrics: dict[str, Any] = {}  # of one step, logged and saved together
+        metrics: dict[str, Any] = {}  # of the last step, logged and saved together
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             if profiler:
                 profiler.step()
+
+            # What is due after this step. Logs, evaluations and checkpoints are numbered by completed steps, from 1.
             completed = step + 1
             log_now = is_due(config.tracking.log_every, config, completed)
             eval_now = is_due(config.evaluation.every, config, completed)
             stop_now = completed == config.stop_after and completed < config.steps
             save_now = is_due(config.checkpoint.every, config, completed) or stop_now
 
+            # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
             with block_statistics.record(log_now):
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Without `wait`, `read` returns the result of the previous step: the device computes this step while the
-            # host waits. All processes call it at the same point and therefore stop at the same step.
+            # Read the result of the previous step while the device computes this one; None after the first. With
+            # `wait`, the host waits for the device here and reads the result of this step. (Where updates may be
+            # skipped, train_step has read it already.) The all-reduce of a step carries the stop flags of all
+            # processes, so all of them see a flag in the same step. After a flag, this step is read too, and so
+            # checked for NaN, before it is saved below.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps
-            compare_every = config.check_replicas_every
-            compare_now = is_due(compare_every, config, completed) or (save_now and compare_every > 0)
 
-            metrics = {}
-            if log_now or eval_now or save_now or compare_now:
-                digest = state_digest(state.network, state.optimizer, compare_at=completed if compare_now else None)
+            # Hash the weights and the optimizer's state, for which the host waits for the device. The processes compare
+            # their hashes every `check_replicas_every` steps and, unless that is 0, before a checkpoint.
+            metrics = {}  # of this step
+            check_every = config.check_replicas_every
+            check_replicas_now = is_due(check_every, config, completed) or (save_now and check_every > 0)
+            if log_now or eval_now or save_now or check_replicas_now:
+                digest = state_digest(state.network, state.optimizer)
+                if check_replicas_now:
+                    digest.check_replicas(completed)
                 metrics["state/digest"] = str(digest)
+
+            # The metrics of this step. The device has completed it, so the throughput is that of whole steps.
             if log_now:
                 assert result is not None, "read with wait"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
@@ -171,21 +212,28 @@ def train(
                 metrics |= block_statistics.metrics | throughput.measure(completed)
                 if config.on_nonfinite == "skip":
                     metrics["train/skipped"] = state.results.skipped.total
-            if eval_now or completed == config.steps:  # texts also at the end of a run without evaluations
+
+            # Evaluate and sample texts, from the EMA of the weights if there is one. A run without evaluations samples
+            # texts after its last step.
+            if eval_now or completed == config.steps:
                 with ema_weights(state.optimizer):
                     if eval_now:
                         metrics |= evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
                     if math.isfinite(metrics.get("val/loss", 0.0)):  # NaN probabilities cannot be sampled from
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
+
+            # Log, and save in the background. The last checkpoint must be complete before the run ends.
             reporter.log(completed, metrics)
             if save_now:
-                saver.save(completed, throughput.tokens_before(completed), state, metrics)
+                tokens = global_batches.sizes.tokens(completed, config.seq_len, since=(start.step, start.tokens))
+                saver.save(completed, tokens, state, metrics)
             if stop_now or completed == config.steps:
-                saver.wait(must_succeed=True)  # the checkpoint must be complete before the run ends
+                saver.wait(must_succeed=True)
             if stop_now:
                 raise Preempted(f"stopped after step {completed}; run the same command again to resume")
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
+
         check_finite_val_loss(metrics, config.steps)
         reporter.say(f"The run is in {run.path}.")
 
@@ -209,30 +257,45 @@ def train_step(
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
     apply_schedules(state.optimizer, state.network, config, step)
+
+    # Count the target tokens of the global batch, 0-dim. The sum over the processes overlaps the first forward, unless
+    # that is a CUDA graph, which waits for the sum first.
     num_targets = torch.stack([count_targets(batch["labels"]) for batch in micro_batches]).sum()
-    # The sum over processes overlaps the first forward.
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
-    scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)  # against underflow in fp16, else 1
-    # DDP and FSDP2 average gradients over processes: multiply by their number to get the sum. A reducer already sums.
+
+    # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
+    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average
+    # the gradients over the processes, so multiply by their number to get the sum. A reducer already sums.
+    scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else results.num_processes)
+
+    # Run the forward and backward of each micro-batch. DDP and FSDP2 exchange gradients in the last backward only.
     compute = state.graph if state.graph and use_graph else partial(forward_backward, state)
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        state.seed_micro_batch(step, index, len(micro_batches))
+        state.seed_micro_batch(step, index, len(micro_batches))  # dropout; by the index in the global batch
         with nullcontext() if is_last else accelerator.no_sync(model):
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
-            state.reducer.add_micro_batch(len(micro_batches))
-    results.start_all_reduce(step + 1, outputs, num_targets, stop)  # overlaps the clipping
+            # After the last one, `.grad` is the global sum.
+            state.reducer.add_micro_batch(num_micro_batches=len(micro_batches))
+
+    # Send the losses and metrics to all processes while the gradients are clipped.
+    results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
+
+    # Clip the gradients by their global norm. grad_clip may be scheduled; None disables clipping.
+    # Parameters that no micro-batch used, such as idle experts, get a gradient of zero.
     gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
-    # grad_clip may be scheduled (training/schedule.py); None disables clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
+    # FSDP2's norm is a DTensor.
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.add_grad_norm(grad_norm)
-    # If updates may be skipped, the host must read the result of this step now to decide.
+
+    # Update the weights. If updates may be skipped, the host waits here for the result of this step. Otherwise an
+    # update that is not finite is applied, and `read` raises before a checkpoint has it.
     result = results.read(wait=True) if config.on_nonfinite == "skip" else None
     if result is None or result.finite:
         state.optimizer.step()
@@ -249,12 +312,12 @@ def forward_backward(
         batch: the micro-batch.
         num_targets: the number of target tokens in the global batch, 0-dim, once `all_reduce` is complete.
         grad_scale: factor of the gradients.
-        all_reduce: that of `num_targets` over the processes.
+        all_reduce: sums `num_targets` over the processes; None: there is one process.
 
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
     """
-    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum instead of a mean
+    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum over the targets
     if all_reduce:
         all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
     loss = loss_sum / num_targets
@@ -266,17 +329,20 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
     This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
-    gradients in the same order. This forward also updates the buffers that a fork's forward changes.
+    gradients in the same order. It also registers the names of the metrics that the model reports. Buffers that a
+    fork's forward changes, like those of BatchNorm, change once more here, so such a model does not resume bit for bit.
     """
     _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)
     state.optimizer.zero_grad()
-    state.results.register_names(metrics)
+    state.results.register_names(metrics)  # steps send the values of the metrics without their names
 
 
 def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: GivenModels) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+
+    # Build the network. The seed gives the initial weights.
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if models.initial:
@@ -285,18 +351,26 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     if models.teacher:
         add_teacher(network, models.teacher.model, config, device)
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
+
+    # Choose what sums the gradients over the processes: a reducer, or DDP or FSDP2.
     reducer = None
     if config.exact or config.cuda_graph:
-        # A reducer sums the gradients instead of DDP, whose hooks a CUDA graph would not run. evaluation_mode=True only
-        # prevents wrapping in DDP; it does not call model.eval().
+        # `exact` needs an order of additions that does not depend on the number of processes. The CUDA graph of a
+        # micro-batch is replayed for each of them, and DDP's hooks would sum the gradients in each.
+        # evaluation_mode=True keeps Accelerate from wrapping the model in DDP; it does not call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
         if config.exact:
             reducer = TreeSum(trainable_parameters(network), rank, num_processes)
         elif num_processes > 1:
             reducer = AllReduce(trainable_parameters(network))
     else:
+        # Step the optimizer without Accelerate's wrapper, which looks up installed packages in every step: 0.23 ms on a
+        # Zen 3 (benchmarks/LOG.md, 2026-11-22). train_step scales the loss in fp16 itself: Accelerate's scaler is off
+        # (distributed/launch.py).
         model, wrapped = accelerator.prepare(network, optimizer)
-        optimizer = wrapped.optimizer  # Accelerate's wrapper looks up installed packages in every step, which is slow
+        optimizer = wrapped.optimizer
+
+    # With 0, the first loss or gradient that is not finite raises.
     max_skipped_in_a_row = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
     results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)

@@ -1,8 +1,10 @@
 """The command line of verify.py: the arguments of train.py, overridden by the settings of a short run."""
 
 import math
+import re
 from argparse import ArgumentParser
 
+from config.errors import ConfigError
 from config.parser import parse_config
 from config.schema import TrainConfig
 from distributed.world import num_processes
@@ -24,7 +26,10 @@ def parse_short_run(args: list[str]) -> TrainConfig:
     options, args = parser.parse_known_args(args)
     args = [*args, *SHORT.split(), "--steps", options.verify_steps]
     purpose = "Checks the guarantees of train.py on a few steps of this model, 6 or --verify_steps N."
-    config = parse_config(args, program="verify.py", purpose=purpose)
+    try:
+        config = parse_config(args, program="verify.py", purpose=purpose)
+    except ConfigError as error:
+        raise ConfigError(re.sub("^steps:", "verify_steps:", str(error), flags=re.MULTILINE)) from None
     sizes = config.global_batch_size, config.schedule.batch_warmup_from
     sequences, rest = divmod(math.gcd(*(size for size in sizes if size)), num_processes())
     if sequences and not rest:

@@ -1,22 +1,47 @@
 """CPU cores of this process: their number, and low priority for background threads. Does not import torch."""
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+
+OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on (its CPU affinity, where the system has one).
+    """Return the number of cores that this process may use: its CPU affinity, and the CPU quota of its container.
 
-    On Apple silicon only the performance cores: in every operation they would wait for the slower efficiency cores.
+    Rounded down, because the threads of an operation wait for each other. On Apple silicon only the performance cores:
+    all would wait for the slower efficiency cores.
     """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return max(1, math.floor(min([len(os.sched_getaffinity(0)), *_cpu_quotas()])))
     command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
     with suppress(OSError, ValueError, subprocess.CalledProcessError):  # Intel Macs have no such number
         return int(subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True))
     return os.cpu_count() or 1
+
+
+def _cpu_quotas() -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of this process's cgroup and of those around it (Linux, man 7 cgroups)."""
+    lines = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        # Version 2 has one tree, and version 1 a tree for each controller.
+        root = CGROUPS / "cpu" if controllers else CGROUPS
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(root.parts)]):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                if controllers:
+                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if int(quota) > 0:  # -1: none
+                    yield int(quota) / int(period)
 
 
 def lower_thread_priority() -> None:

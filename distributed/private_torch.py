@@ -1,9 +1,12 @@
 """Private functions of torch that this repository uses. Check them when torch is upgraded.
 
-These are multi-tensor operations, with one kernel launch for a list of tensors: torch's own optimizers are built on
-them, but they have no public name. Other private parts are used where they are imported: torch._inductor's cache_dir
-(training/prepare_model.py), the state dict stager (checkpoint/storage.py), buffers of modules (checks/verification.py),
-the file of torch._C (distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py).
+These are multi-tensor operations: each applies an operation to all tensors of a list with one kernel launch. For
+example, foreach_mul_ multiplies each tensor in place, and foreach_norm returns the norm of each. torch's own optimizers
+are built on them. Import the public functions instead once torch has them (check: `torch.foreach_mul_` exists).
+
+Other private parts are used where they are imported: torch._inductor's cache_dir (training/prepare_model.py), the state
+dict stager (checkpoint/storage.py), buffers of modules (checks/verification.py), the file of torch._C
+(distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py).
 """
 
 from typing import Any

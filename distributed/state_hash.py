@@ -63,11 +63,10 @@ class StateDigest:
             )
 
 
-def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer, compare_at: int | None = None) -> StateDigest:
+def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer) -> StateDigest:
     """Compute the digest of weights and optimizer state, named as in a checkpoint. All processes call this together.
 
-    With `compare_at`, a step, compare the processes too. Raise ReplicasDiffer on all of them if their digests differ,
-    and RunError if the optimizer keeps a DTensor that is not sharded by rows.
+    Raise RunError if the optimizer keeps a DTensor that is not sharded by rows.
     """
     tensors = {f"model.{name}": value for name, value in network.state_dict(keep_vars=True).items()}
     for name, parameter in network.named_parameters():  # a shared weight has one entry
@@ -80,10 +79,7 @@ def state_digest(network: nn.Module, optimizer: torch.optim.Optimizer, compare_a
                 )
             if torch.is_tensor(moment):
                 tensors[f"optimizer.state.{name}.{key}"] = moment
-    digest = digest_tensors(tensors)
-    if compare_at is not None:
-        digest.check_replicas(compare_at)
-    return digest
+    return digest_tensors(tensors)
 
 
 @torch.no_grad()

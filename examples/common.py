@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -126,14 +126,26 @@ class ToyRandomDataset(Dataset):
         return {"input_ids": input_ids, "labels": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
-def print_digests(rank: int, losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print hashes of all losses and of the bits of all weights and optimizer moments."""
+def print_digests(
+    rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float] | None = None
+) -> None:
+    """Print hashes of the bits of all weights, of the optimizer's moments, if it has any, and of the losses."""
+    moments = [value for state in optimizer.state.values() for value in state.values() if value is not None]
+    digests = {"weights": digest_bits(model.parameters())}
+    if moments:
+        digests["moments"] = digest_bits(moments)
+    if losses:
+        digests["losses"] = digest_bits([torch.tensor(losses)])
+    shown = ", ".join(f"{name} {digest}" for name, digest in digests.items())
+    print(f"Rank {rank} finished: {shown}\n", end="", flush=True)
+
+
+def digest_bits(tensors: Iterable[Tensor]) -> str:
+    """Return a hash, which is the same if and only if all bits are."""
     content = hashlib.sha256()
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    for tensor in (*model.parameters(), *moments):
+    for tensor in tensors:
         content.update(tensor.detach().cpu().numpy().tobytes())
-    digests = hashlib.sha256(repr(losses).encode()).hexdigest()[:16], content.hexdigest()[:16]
-    print("Rank {} finished: losses {}, weights and moments {}\n".format(rank, *digests), end="", flush=True)
+    return content.hexdigest()[:16]
 
 
 def run_gpt(train: Callable, name: str, description: str | None) -> None:

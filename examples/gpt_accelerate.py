@@ -42,7 +42,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             if rank == 0 and len(losses) % 10 == 0:
                 print(f"[step {len(losses)} / {args.steps}] loss = {losses[-1]:.4f}", flush=True)
-    common.print_digests(rank, losses, model, optimizer)
+    common.print_digests(rank, model, optimizer, losses)
     accelerator.wait_for_everyone()  # another rank may still use the process group
     accelerator.end_training()
     return losses, model

@@ -1,8 +1,10 @@
 """Gradients in buckets, as in DistributedDataParallel: a full bucket is all-reduced while backward computes the rest.
 
 Backward computes the gradients of the last layers first, so buckets are filled from the last parameter to the first.
-The script trains with one bucket, with DDP's default sizes and with one bucket per parameter. It prints how long a step
-waits for the all-reduces after its backward, and writes a timeline of the last step. All end with gpt_ddp.py's bits.
+The script trains with one bucket, with DDP's default sizes and with one bucket per parameter. It prints how many
+all-reduces start before the last gradient is computed and how long a step waits for them after its backward, and
+writes a timeline of the last step. All end with gpt_ddp.py's bits. The sum itself is left to dist.all_reduce, as DDP
+does; ring_allreduce.py shows how one can be computed.
 """
 
 import argparse
@@ -39,7 +41,7 @@ class Buckets:
             self.buckets[-1].append(parameter)
             self.bucket_of[parameter] = len(self.buckets) - 1
             parameter.register_post_accumulate_grad_hook(self.count)
-        self.missing, self.started = [len(bucket) for bucket in self.buckets], []
+        self.missing, self.started, self.num_early = [len(bucket) for bucket in self.buckets], [], 0
 
     def count(self, parameter: Tensor) -> None:
         """Start the all-reduce of the buckets that are full, in an order that is the same on all ranks."""
@@ -47,6 +49,7 @@ class Buckets:
         while (index := len(self.started)) < len(self.buckets) and self.missing[index] == 0:
             flat = torch.cat([parameter.grad.flatten() for parameter in self.buckets[index]])
             self.started.append((flat, dist.all_reduce(flat, async_op=True)))
+            self.num_early += any(self.missing)  # backward has not computed the last gradient yet
 
     def wait(self) -> None:
         """Wait for the sums, and copy the means into the gradients."""
@@ -97,13 +100,14 @@ def train(args: argparse.Namespace) -> None:
                 mean_loss = loss.detach()
                 dist.all_reduce(mean_loss)
                 losses.append((mean_loss / world_size).item())
-        common.print_digests(rank, losses, model, optimizer)
+        common.print_digests(rank, model, optimizer, losses)
         if rank == 0:
             file = f"{tempfile.mkdtemp()}/{kind.replace(' ', '_')}.json"
             timeline.export_chrome_trace(file)
             start, middle, end = (sum(column) / len(column) for column in zip(*times[1:-1] or times, strict=True))
-            timing = f"a backward of {middle - start:.1f} ms, then {end - middle:.1f} ms of waiting"
-            print(f"{kind} ({len(buckets.buckets)}): {timing}; timeline in {file}", flush=True)
+            timing = f"backward {middle - start:.1f} ms, then {end - middle:.1f} ms of waiting"
+            early = f"{buckets.num_early // args.steps} of {len(buckets.buckets)} all-reduces start during the backward"
+            print(f"{kind}: {early}; {timing}; timeline in {file}", flush=True)
     dist.barrier()  # another rank may still use the process group
     dist.destroy_process_group()
 

@@ -47,7 +47,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], nn.Module]:
             losses.append((mean_loss / world_size).item())
             if rank == 0 and len(losses) % 10 == 0:
                 print(f"[step {len(losses)} / {args.steps}] loss = {losses[-1]:.4f}", flush=True)
-    common.print_digests(rank, losses, model, optimizer)
+    common.print_digests(rank, model, optimizer, losses)
     dist.barrier()  # another rank may still use the process group
     dist.destroy_process_group()
     return losses, model

@@ -1,6 +1,7 @@
 """Data parallelism by hand: each rank trains a copy of the model on its part of the data, and after each backward
 pass all ranks average their gradients with all_reduce. The copies start equal (one seed) and apply the same gradients,
-so they stay equal. DistributedDataParallel does the same.
+so they stay equal. DistributedDataParallel does the same. With --average parameters, each rank applies its own
+gradients, and the ranks average the weights instead.
 
 The network and its hyperparameters are those of PyTorch's tutorial "Writing Distributed Applications with PyTorch".
 """
@@ -60,25 +61,40 @@ def average_gradients(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
+def average_parameters(model: nn.Module) -> None:
+    """Replace every weight by its mean over the ranks. The moments of the optimizer stay different."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data, op=dist.ReduceOp.SUM)
+        parameter.data /= dist.get_world_size()
+
+
 def train(rank: int, init_method: str, args: argparse.Namespace, images: Tensor, labels: Tensor) -> None:
     dist.init_process_group(args.backend, init_method, rank=rank, world_size=args.ranks)
     device = common.select_device(rank, args.backend)
     torch.manual_seed(1234)  # the same on every rank: the copies start equal
     model = Net().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     partition = DataPartitioner(TensorDataset(images, labels), [1 / args.ranks] * args.ranks).use(rank)
     loader = DataLoader(partition, batch_size=GLOBAL_BATCH_SIZE // args.ranks, shuffle=True)
+    print(f"Rank {rank} trains on {len(partition)} of {len(images)} images\n", end="", flush=True)
 
     for epoch in range(args.epochs):
         losses = []
-        for pixels, digits in loader:
+        for step, (pixels, digits) in enumerate(loader, epoch * len(loader) + 1):
             optimizer.zero_grad()
             loss = F.nll_loss(model(pixels.to(device)), digits.to(device))
             loss.backward()
-            average_gradients(model)
+            if args.average == "gradients":
+                average_gradients(model)
             optimizer.step()
+            if args.average == "parameters" and step % args.every == 0:
+                average_parameters(model)
             losses.append(loss.item())
         print(f"Rank {rank}, epoch {epoch}, loss: {sum(losses) / len(losses):.4f}\n", end="", flush=True)
+    common.print_digests(rank, model, optimizer)  # of its own copy; the losses differ, as the images do
     common.leave()
 
 
@@ -86,9 +102,14 @@ def main() -> None:
     parser = common.Parser(__spec__.name, __doc__)
     parser.add_argument("--epochs", type=common.positive_int, default=10, help="passes over the images (default 10)")
     parser.add_argument("--data", type=Path, help="folder with MNIST's files (default: download ylecun/mnist)")
+    parser.add_argument("--average", choices=["gradients", "parameters"], default="gradients", help="default gradients")
+    parser.add_argument("--every", type=common.positive_int, default=1, help="average parameters every N steps")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="default sgd, with momentum 0.5")
     args = parser.parse()
     if args.ranks > GLOBAL_BATCH_SIZE:
         parser.error(f"--ranks {args.ranks} must be at most {GLOBAL_BATCH_SIZE}, the global batch size")
+    if args.every > 1 and args.average == "gradients":
+        parser.error(f"--every {args.every} needs --average parameters: gradients are averaged in each step")
     common.spawn(train, args, *common.load_mnist(args.data, parser))
 
 

@@ -35,6 +35,7 @@ def train(rank: int, init_method: str, args: argparse.Namespace, images: Tensor,
     dataset = TensorDataset(images, labels)
     sampler = DistributedSampler(dataset, args.ranks, rank, shuffle=True)
     loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
+    print(f"Rank {rank} trains on {len(sampler)} of {len(dataset)} images in each epoch\n", end="", flush=True)
 
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # otherwise every epoch has the order of the first
@@ -46,6 +47,7 @@ def train(rank: int, init_method: str, args: argparse.Namespace, images: Tensor,
             optimizer.step()
             losses.append(loss.item())
         print(f"Rank {rank}, epoch {epoch}, loss: {sum(losses) / len(losses):.4f}\n", end="", flush=True)
+    common.print_digests(rank, model, optimizer)  # of its own copy; the losses differ, as the images do
     common.leave()
 
 

@@ -7,6 +7,7 @@ The suffix of a name is the shape of the tensor: x_BTC is [B, T, C]. The letters
     S  positions of the keys: the cached ones and T new ones
     C  d_model, the width of the residual stream
     F  d_ff, the hidden width of the MLP
+    N  B x T, the positions of all sequences, flattened
     H  n_heads, the query heads
     K  n_kv_heads, the key and value heads
     D  head_dim, the width of a head
@@ -65,7 +66,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout, self.head_dim = config.dropout, config.resolved_head_dim
-        # training/cpu_kernels.py may replace it with a faster one.
+        # training/cpu_kernels.py may replace `sdpa` by a faster function.
         self.sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
         q_width, kv_width = config.n_heads * self.head_dim, config.resolved_n_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.d_model, q_width, bias=config.bias)
@@ -132,8 +133,8 @@ class BlockOutput(NamedTuple):
 
     Attributes:
         x_BTC: the residual stream.
-        auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the micro-batch, multiplied
-            by its weight.
+        auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the positions of the
+            micro-batch, multiplied by its weight; NextTokenLoss adds it to the loss of every target.
         metrics: auxiliary metrics {name: (sum, count)}, detached.
     """
 
@@ -176,7 +177,8 @@ class Output(NamedTuple):
 
     Attributes:
         logits: [B, kept positions, V] in the dtype of the computation; None with labels, unless requested.
-        loss: 0-dim, at least float32, in nats; None without labels.
+        loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the teacher's term
+            and with auxiliary terms, if there are any. None without labels.
         metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md).
     """
 
@@ -186,9 +188,10 @@ class Output(NamedTuple):
 
 
 class Teacher:
-    """The model from which another one learns by distillation (`teacher.path`), in eval mode and without gradients.
+    """The model from which another one learns by distillation (`teacher.path`).
 
-    This class is no nn.Module, so the state_dict of the model that learns, and its checkpoints, omit the teacher.
+    training/prepare_model.py puts it into eval mode and freezes it. This class is no nn.Module, so the state_dict of
+    the model that learns, and its checkpoints, omit the teacher.
     """
 
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
@@ -208,7 +211,9 @@ class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Attributes:
-        teacher: gives the soft targets of distillation; None without distillation, and in a loaded model.
+        teacher: gives the soft targets of distillation, in evaluations too, which log the divergence from it; None
+            without one. It is not saved: train.py attaches it again.
+        windows: the window of sliding-window attention of each block; None: full attention.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -243,11 +248,12 @@ class GPTModel(GenerativeModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise the weights (Radford et al. 2019, section 2.3). Call torch.manual_seed before, to reproduce them.
+        """Initialise the weights (Radford et al. 2019, section 2.3).
 
-        Each weight has its own random generator, seeded by the parameter's name and the seed given to
-        torch.manual_seed. Adding a parameter therefore does not change the others: with the same seed, variants of a
-        model start from the same weights.
+        Each weight has its own random generator, seeded by the parameter's name and the seed that was last given to
+        torch.manual_seed; so two models built after one call have the same weights. Adding a parameter therefore does
+        not change the others: with the same seed, variants of a model share the weights whose name, shape and standard
+        deviation they share.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -259,8 +265,9 @@ class GPTModel(GenerativeModel):
 
         The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
-        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). Any other nn.Linear or nn.Embedding, such as one that a fork
-        adds, is drawn with std 0.02. Parameters of other modules keep the values that their module gave them.
+        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is in the row of its name; an nn.Linear
+        or nn.Embedding of another name is drawn with std 0.02. Parameters of other modules keep the values that their
+        module gave them.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -273,6 +280,7 @@ class GPTModel(GenerativeModel):
             if path.rpartition(".")[-1] in ("out_proj", "down_proj"):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
             weight = module.weight
+            # On the meta device, normal_ does nothing, but needs a generator of a real device.
             generator = torch.Generator("cpu" if weight.is_meta else weight.device)
             generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", f"{path}.weight"))
             weight.normal_(std=std, generator=generator)
@@ -296,15 +304,16 @@ class GPTModel(GenerativeModel):
 
         Args:
             input_ids: tokens, int64 [B, T].
-            attention_mask: [B, T], 1 for tokens and 0 for padding, which has positions too. Omit it if there is no
-                padding: the host waits for the GPU to check whether it is all ones.
+            attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
+                shifts the tokens. Omit it if there is no padding: the host waits for the GPU to check that.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
                 `labels`, none with them, because logits are by far the largest tensor of a training step.
-            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Not
-                supported together with `attention_mask`.
+            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Every
+                document begins with an end-of-text token, so the only target across a boundary is the end of a
+                document. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
@@ -321,7 +330,8 @@ class GPTModel(GenerativeModel):
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
-        # Build the attention masks, keyed by window: layers with the same window share a mask.
+        # Build the attention masks, keyed by window: layers with the same window share a mask. Flex attention, a kernel
+        # for CUDA without dropout and for heads that are not too narrow, takes masks of its own kind.
         head_dim = self.config.resolved_head_dim
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
@@ -346,14 +356,14 @@ class GPTModel(GenerativeModel):
             x_BTC = output.add_to(auxiliary, metrics) if isinstance(output, BlockOutput) else output
         x_BTC = self.final_norm(x_BTC)
 
-        # Compute the loss, without keeping the logits in memory.
+        # Compute the loss, in chunks if its logits are large. The logits of a teacher are in memory as a whole.
         logits, loss = None, None
         if labels is not None:
             teacher_targets = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
             loss, loss_metrics = self.next_token_loss(
                 x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **teacher_targets
             )
-            metrics = loss_metrics | metrics
+            metrics = loss_metrics | metrics  # a block may report a metric instead of the loss
 
         # Compute the logits of the last positions, if they are requested.
         if labels is None or logits_to_keep is not None:

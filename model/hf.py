@@ -251,3 +251,11 @@ def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
     model = GPTModel(config_from_transformers(hf_model.config)).to(hf_model.device, hf_model.dtype)
     model.load_state_dict(tensors_from_transformers(model.config, hf_model.state_dict()))
     return model.eval()
+
+
+def log_probability_difference(logits: Tensor, other_logits: Tensor) -> float:
+    """Return the largest difference of the log-probabilities of two tensors of logits, in nats.
+
+    It is NaN if one tensor has NaN. A constant that is added to all logits changes nothing.
+    """
+    return (logits.log_softmax(-1) - other_logits.log_softmax(-1)).abs().max().item()

@@ -16,13 +16,17 @@ from config.paths import expand_user_path
 from data.integrity import read_metadata
 from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
-from model.hf import to_transformers
+from model.hf import log_probability_difference, to_transformers
 from pretrained.load import LoadedModel, load_model_from_checkpoint, load_with_source, report_skipped
 from pretrained.settings import ExportConfig, Weights
 from storage.files import copy_folder_permissions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_COMPARED = 4096  # positions; the time of a forward grows with their square
+LOGIT_BYTES = 2**30  # bound on the float32 logits of one model that are compared at once
+TOLERANCE = 1e-3  # nats; rounding changes log-probabilities by less than 1e-4
 
 CARD = """---
 library_name: transformers
@@ -146,16 +150,27 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
 
 @torch.no_grad()
 def check_same_logits(model: GPTModel, hf_model: "PreTrainedModel") -> None:
-    """Raise ConfigError if both compute other logits, as after an edit in model/ that no setting describes."""
-    length = min(max(64, 2 * (model.config.window or 0)), model.config.max_position_embeddings)
+    """Raise ConfigError if both predict other tokens, as after an edit in model/ that no setting describes.
+
+    They are compared at every position, or at the first MAX_COMPARED of a longer context, which is printed.
+    """
+    config = model.config
+    length = min(config.max_position_embeddings, max(MAX_COMPARED, 2 * (config.window or 0)))
     tokens = torch.randint(hf_model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    ours, theirs = model(tokens).logits, hf_model(tokens).logits
-    difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    if difference > 1e-3 * largest:
-        family = hf_model.config.model_type
-        raise ConfigError(
-            f"run: its logits differ by up to {difference:.2g} from those of transformers' {family}, which are at most "
-            f"{largest:.2g}: model/ has been edited, and no model of transformers computes the same"
+    num_kept = max(1, LOGIT_BYTES // (4 * hf_model.config.vocab_size))
+    for end in range(length, 0, -num_kept):
+        ours, theirs = (each(tokens[:, :end], logits_to_keep=num_kept).logits for each in (model, hf_model))
+        difference = log_probability_difference(ours, theirs)
+        if not difference <= TOLERANCE:  # NaN, too
+            family = hf_model.config.model_type
+            raise ConfigError(
+                f"run: its log-probabilities differ by up to {difference:.2g} nats from those of transformers' "
+                f"{family}: model/ has been edited, and no model of transformers computes the same"
+            )
+    if length < config.max_position_embeddings:
+        print(
+            f"Its logits equal those of transformers at the first {length:,} positions; the other "
+            f"{config.max_position_embeddings - length:,} were not compared."
         )
 
 

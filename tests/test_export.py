@@ -1,6 +1,7 @@
 """An exported model is the same model, opened by transformers alone."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -232,19 +233,76 @@ def test_export_refuses_model_outside_transformers(runs, tmp_path):
 def test_export_refuses_model_edited_in_place(family, runs, tmp_path, monkeypatch):
     """An edit without a setting, which changes what the same weights compute."""
     monkeypatch.setattr(MLP, "forward", lambda self, x: 1.1 * forward(self, x))
-    with pytest.raises(ConfigError, match=f"logits differ by up to .* from those of transformers' {family}"):
+    with pytest.raises(ConfigError, match=f"log-probabilities differ by up to .* from those of transformers' {family}"):
         exported(runs / family, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def both_models():
+    """A model of 256 positions, and the same in transformers."""
+    settings = FAMILIES_OF_CONFIGS["qwen3"] | {"max_position_embeddings": 256}
+    model = GPTModel(GPTConfig(vocab_size=50, n_layers=2, **settings)).eval()
+    return model, to_transformers(model)
+
+
+@pytest.mark.parametrize("num_bytes", [export.LOGIT_BYTES, 4 * 50 * 70], ids=["at once", "in parts"])
+@pytest.mark.parametrize("position", [0, 70, 100, 255])
+def test_export_compares_every_position(position, num_bytes, both_models, monkeypatch):
+    def change(module, inputs, x_BTC):
+        x_BTC[:, position : position + 1] *= 1.1
+
+    monkeypatch.setattr(export, "LOGIT_BYTES", num_bytes)
+    model, _ = both_models
+    export.check_same_logits(*both_models)
+    model.final_norm.register_forward_hook(change)
+    with pytest.raises(ConfigError, match="log-probabilities differ by up to"):
+        export.check_same_logits(*both_models)
+
+
+def test_export_refuses_short_window_edited_in_place(both_models):
+    """It changes no logit of the first 100 positions."""
+    both_models[0].windows = [100, 100]
+    with pytest.raises(ConfigError, match="log-probabilities differ by up to"):
+        export.check_same_logits(*both_models)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["ours", "transformers"])
+def test_export_refuses_nan(which, both_models):
+    next(both_models[which].parameters()).data[7, 0] = math.nan
+    with pytest.raises(ConfigError, match="log-probabilities differ by up to nan nats"):
+        export.check_same_logits(*both_models)
+
+
+def test_export_ignores_constant_added_to_all_logits(both_models):
+    """The largest logit is no measure of a difference: softmax ignores what is added to all of them."""
+    for model in both_models:
+        model.register_forward_hook(lambda module, inputs, output: add_to_logits(output, 1000.0))
+    export.check_same_logits(*both_models)
+    both_models[0].windows = [250, 250]
+    with pytest.raises(ConfigError, match="log-probabilities differ by up to"):
+        export.check_same_logits(*both_models)
+
+
+def add_to_logits(output, constant):
+    output.logits.add_(constant)
+
+
+def test_export_says_how_many_positions_were_compared(both_models, monkeypatch, capsys):
+    export.check_same_logits(*both_models)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(export, "MAX_COMPARED", 200)
+    export.check_same_logits(*both_models)
+    assert "at the first 200 positions; the other 56 were not compared" in capsys.readouterr().out
+
+
 def test_export_refuses_window_edited_in_place():
-    """It changes no logit of the first positions."""
     settings = FAMILIES_OF_CONFIGS["qwen3"] | {"window": 70, "window_pattern": "S", "max_position_embeddings": 256}
     model = GPTModel(GPTConfig(vocab_size=50, n_layers=2, **settings)).eval()
     exported_model = to_transformers(model)
     export.check_same_logits(model, exported_model)
     model.windows = [None, None]
-    with pytest.raises(ConfigError, match="logits differ by up to"):
+    with pytest.raises(ConfigError, match="log-probabilities differ by up to"):
         export.check_same_logits(model, exported_model)
 
 

@@ -185,7 +185,7 @@ def in_a_fork(verify, out_dir, file, *words):
     """Return the output and the exit code of a function in a fork."""
     process = forked.server.Process(target=verify, args=(out_dir, file, *words))
     process.start()
-    process.join(200)
+    process.join(300)
     return file.read_text(), process.exitcode
 
 
@@ -250,6 +250,25 @@ def test_undefined_metrics_and_zeros_are_compared():
     assert [verification.relative_error(*pair) for pair in equal] == [0, 0, 0]
     assert verification.relative_error(None, 1.0) == verification.relative_error(1.0, math.nan) == math.inf
     assert verification.relative_error(3.0, 2.0) == 0.5 and verification.relative_error(0.1, 0.0) > 1
+
+
+STEPS = SimpleNamespace(config=SimpleNamespace(steps=6))
+
+
+def test_tensor_of_one_run_alone_is_a_difference():
+    both, one = ({name: torch.zeros(2) for name in names} for names in ("ab", "a"))
+    for runs in ((both, one), (one, both)):
+        result = verification.Verification.same_bits(STEPS, *(verification.Trained([], [], state) for state in runs))
+        assert result == (False, "1 of 2 weights and moments differ after 6 steps; the first one is b")
+
+
+@pytest.mark.parametrize("gradient", [[], [torch.zeros(3)]], ids=["not recorded", "zero"])
+def test_gradients_that_say_nothing_are_no_agreement(gradient):
+    """As of an optimizer of a fork whose updates torch does not see."""
+    trained = verification.Trained([{"train/loss": 1.0}], gradient, {})
+    verify = SimpleNamespace(uninterrupted=trained, train_without_ddp=lambda: trained, tolerance=1e-4)
+    passed, reason = verification.Verification.equals_training_without_ddp(verify, all_reduce=False)
+    assert passed is False and reason.startswith("the gradient of the first update is 0 or was not seen")
 
 
 def test_bad_settings_are_refused(runs):
@@ -348,7 +367,8 @@ def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"), [("1", "verify_steps: 1 leaves no step"), ("x", "steps: x must be a positive integer")]
+    ("steps", "message"),
+    [("1", "verify_steps: 1 leaves no step"), ("x", "error: verify_steps: x must be a positive integer")],
 )
 def test_wrong_number_of_verify_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))

@@ -41,7 +41,9 @@ def train(name: str, config: str, seed: int) -> tuple[Run, float]:
     if code:
         sys.exit(code)
     if "val/excess_loss" not in run.metrics()[-1]:
-        sys.exit(f"config: {config} has data of unknown entropy, so no excess loss; records are of the stories")
+        problem = f"config: {config} has data of unknown entropy, so no excess loss; records are of the stories"
+        print(f"tools.record: error: {problem}", file=sys.stderr)
+        sys.exit(2)
     return run, cpu_seconds() - before
 
 

@@ -7,11 +7,10 @@
 4. Train two short runs at the default settings, with the working tree and with HEAD (or the commit that --base names),
    and say whether their results differ: they do after an edit in place, and do not after a new setting at its default.
 
-The exit code is 0 if 1 to 3 hold; otherwise 1, and the last line names what does not hold. This process imports no
-torch.
+The exit code is 0 if 1 to 3 hold, 2 if a setting is refused, and otherwise 1, and the last line names the reason. This
+process imports no torch.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,8 +21,12 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
-from config.errors import ConfigError
+from config.errors import ConfigError, RunError
+from config.help import PASSED_ON
+from config.parser import parse_config
+from model.settings import PositiveInt, Settings
 from run.directory import Run
 from tools.experiment.change import ROOT, Checkouts, git, resolve_commits
 
@@ -45,8 +48,21 @@ DEFAULTS = {
 }
 
 
-class TrialError(Exception):
+class TrialError(RunError):
     """A guarantee that the fork does not keep."""
+
+
+class TrialConfig(Settings):
+    """Kills, resumes and verifies a fork."""
+
+    verify_steps: PositiveInt = 6
+    """Steps that verify.py trains."""
+
+    base: str = "HEAD"
+    """The commit whose results at the default settings are compared with those of the working tree."""
+
+    settings: Annotated[list[str], PASSED_ON] = []
+    """Settings of train.py; the others are those of TRIAL in tools/trial.py."""
 
 
 def read_rows(run: Path) -> list[dict]:
@@ -101,7 +117,9 @@ def train_and_kill(arguments: list[str], run: Path) -> None:
 
 
 def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
-    """Raise TrialError for the first logged value that differs after a resume."""
+    """Raise TrialError for the first logged value that differs after a resume, and if there is nothing to compare."""
+    if not uninterrupted:
+        raise TrialError("the run logged no metrics, so nothing was compared; log with tracking.log_every")
     for expected, row in zip(uninterrupted, resumed, strict=False):
         for key in sorted(expected.keys() | row.keys()):
             if expected.get(key) != row.get(key):
@@ -127,7 +145,13 @@ def train_at_defaults(folder: Path) -> dict[str, dict]:
 
 
 def changed_results(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
-    return [
+    """Describe each metric of `before` that differs; a missing digest counts, since nothing replaces it."""
+    without_digest = [
+        f"{kind}: state/digest is not logged, so the bits cannot be compared"
+        for kind, metrics in before.items()
+        if metrics.get("state/digest") is None
+    ]
+    return without_digest + [
         f"{kind}: {name} is {metrics.get(name)}, {before[kind][name]} before"
         for kind, metrics in after.items()
         for name in before[kind]
@@ -153,29 +177,31 @@ def report_defaults(base: str) -> None:
         print(f"defaults: the same bits as {base[:12]}")
 
 
-def main(out_dir: str, verify_steps: str, base: str, settings: list[str]) -> None:
-    """Try the fork with these settings; raise TrialError for the first guarantee that it does not keep."""
-    arguments = [*TRIAL.split(), *settings, "--out_dir", out_dir]
-    uninterrupted, killed = (Path(out_dir, name) for name in ("uninterrupted", "killed"))
-    run_script("train.py", [*arguments, "--name", "uninterrupted"])
-    train_and_kill([*arguments, "--name", "killed"], killed)
-    run_script("train.py", [*arguments, "--name", "killed"])
-    if Run(killed).sessions()[-1].step < 5:
-        raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
-    compare_rows(read_rows(uninterrupted), read_rows(killed))
-    print(json.dumps(read_rows(killed)[-1]))
-    shutil.rmtree(out_dir)  # verify.py makes runs of its own there
-    print(run_script("verify.py", [*arguments, "--verify_steps", verify_steps]))
-    report_defaults(base)
+def main(config: TrialConfig) -> None:
+    """Try the fork with these settings.
+
+    Raises:
+        ConfigError: a setting is refused.
+        TrialError: the first guarantee that it does not keep.
+    """
+    parse_config([*TRIAL.split(), *config.settings], num_processes=2)  # reports all wrong settings at once
+    with TemporaryDirectory(prefix="trial-") as folder:
+        out_dir = Path(folder, "runs")
+        arguments = [*TRIAL.split(), *config.settings, "--out_dir", str(out_dir)]
+        uninterrupted, killed = out_dir / "uninterrupted", out_dir / "killed"
+        run_script("train.py", [*arguments, "--name", "uninterrupted"])
+        train_and_kill([*arguments, "--name", "killed"], killed)
+        run_script("train.py", [*arguments, "--name", "killed"])
+        if Run(killed).sessions()[-1].step < 5:
+            raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
+        compare_rows(read_rows(uninterrupted), read_rows(killed))
+        print(json.dumps(read_rows(killed)[-1]))
+        shutil.rmtree(out_dir)  # verify.py makes runs of its own there
+        print(run_script("verify.py", [*arguments, "--verify_steps", str(config.verify_steps)]))
+    report_defaults(config.base)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("tools.trial", description="Kill, resume and verify a fork.", allow_abbrev=False)
-    parser.add_argument("--verify_steps", default="6", help="steps that verify.py trains")
-    parser.add_argument("--base", default="HEAD", help="the commit to compare the defaults with; default: HEAD")
-    options, settings = parser.parse_known_args()
-    with TemporaryDirectory(prefix="trial-") as folder:
-        try:
-            main(str(Path(folder, "runs")), options.verify_steps, options.base, settings)
-        except TrialError as error:
-            sys.exit(f"tools.trial: error: {error}")
+    from cli.scripts import run_and_exit
+
+    run_and_exit("tools.trial", TrialConfig, needs_torch=False)

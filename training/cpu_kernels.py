@@ -1,6 +1,9 @@
 """Layers and attention that are faster than PyTorch's on some CPUs, put into a network after it is built.
 
-Each shortens a whole training step by 5% or more (benchmarks/LOG.md).
+On a Zen 5, a whole step without one of them took longer (benchmarks/LOG.md, 2026-11-26): without oneDNN by 37% to 48%
+in float32, without RMSNorm by 3% to 10%, and without eager attention by 50% to 67% in bfloat16. In float32 we are not
+sure that eager attention gains anything: the measurements range from a loss of 4% to a gain of 8%. When torch is
+upgraded, measure again, by leaving one of them out of `use_cpu_kernels`, and remove what no longer gains.
 """
 
 import math
@@ -39,8 +42,8 @@ def use_cpu_kernels(network: GPTModel) -> None:
 def mkl_is_slow() -> bool:
     """Return whether oneDNN multiplies float32 matrices faster than MKL, with which PyTorch multiplies them.
 
-    MKL uses half of the vector width of an AMD Zen 5 core. In the mode of an exact run it is slow on every processor;
-    the choice must then be the same on all of them.
+    MKL uses half of the vector width of an AMD Zen 5 core. Remove Zen 5 here once F.linear is as fast on it as `linear`
+    below. In the mode of an exact run MKL is slow on every processor; the choice must then be the same on all of them.
     """
     if os.environ.get("MKL_CBWR") == "COMPATIBLE":
         return HAS_ONEDNN

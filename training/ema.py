@@ -6,15 +6,19 @@ averages weights itself keeps them in the same place, `ema` in the state of each
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from config.errors import ConfigError
 from distributed.private_torch import foreach_lerp_
 
 
 def track_ema(optimizer: Optimizer, decay: float) -> None:
     """Update an EMA of the weights after every step of the optimizer: `ema` in the state of each weight.
+
+    A step raises ConfigError if the optimizer changes these tensors itself.
 
     Args:
         optimizer: its groups get the entry `ema_decay`, which training/schedule.py lowers in the first steps.
@@ -22,12 +26,29 @@ def track_ema(optimizer: Optimizer, decay: float) -> None:
     """
     for group in optimizer.param_groups:
         group["ema_decay"] = decay
+    optimizer.register_step_pre_hook(_record_averages)
     optimizer.register_step_post_hook(_update)
+
+
+def _record_averages(optimizer: Optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        group["averages_before"] = _averages(optimizer, group)
+
+
+def _averages(optimizer: Optimizer, group: dict[str, Any]) -> list[tuple[int, int] | None]:
+    """Return a pair for each weight that changes if its average is replaced or written; None if it has no average."""
+    averages = [optimizer.state.get(weight, {}).get("ema") for weight in group["params"]]
+    return [None if average is None else (id(average), average._version) for average in averages]
 
 
 @torch.no_grad()
 def _update(optimizer: Optimizer, *_) -> None:
     for group in optimizer.param_groups:
+        if _averages(optimizer, group) != group.pop("averages_before", None):
+            raise ConfigError(
+                f"evaluation.ema_decay: {group.get('initial_ema_decay', group['ema_decay'])}, but the optimizer keeps "
+                "an average itself; use null"
+            )
         states = [(weight, optimizer.state[weight]) for weight in group["params"] if optimizer.state.get(weight)]
         tracked = [(weight, state["ema"]) for weight, state in states if "ema" in state]
         for weight, state in states:

@@ -51,7 +51,8 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages")
+        remedy = "; cast the column to a string, as by pyarrow's cast('string')" if isinstance(value, bytes) else ""
+        raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages{remedy}")
     for message in value:
         fields: list[Any] = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if fields[-1] is None and isinstance(message, dict) and message.get("tool_calls"):

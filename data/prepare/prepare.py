@@ -14,7 +14,6 @@ assistant_masks, is 1 at the tokens of answers (data/prepare/chat_template.py).
 """
 
 import ctypes
-import errno
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from annotated_types import Ge, Le
 from tokenizers import Tokenizer
 
 from cli.output import ignore_failed_prints, printable
-from config.errors import ConfigError
+from config.errors import FULL_DISK, ConfigError
 from config.parser import parse_tool
 from config.paths import expand_user_path
 from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
@@ -47,9 +46,11 @@ from data.prepare import chat, chat_template
 from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
 from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokenizer
 from data.tokenizer import load_tokenizer, token_bytes, wrap_tokenizer_errors
+from distributed.cores import available_cores
 from model.settings import PositiveInt, Settings
 from storage.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
 
+PROGRAM = "data.prepare"
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
 PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
 CONTEXT_CHARACTERS = 1000  # on each side of a cut, encoded to test it
@@ -104,7 +105,7 @@ class PrepareConfig(Settings):
     """Stop after the block of the corpus, of about 33 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
 
-    num_workers: Annotated[int, Ge(1), Le(1024)] = os.cpu_count() or 1
+    num_workers: Annotated[int, Ge(1), Le(1024)] = available_cores()
     """Processes that encode text. The corpus is the same for any number."""
 
 
@@ -442,6 +443,21 @@ def _check_splits(config: PrepareConfig, num_train: int, num_validation: int) ->
         raise ConfigError(f"{problem}; {remedy}")
 
 
+def find_full_disk(error: BaseException | None) -> OSError | None:
+    """Return the error of a full disk or quota that caused another error, None if there is none.
+
+    Tokenizers, written in Rust, raises an Exception that only mentions its number; datasets raises a ValueError when it
+    closes the file that it could not write.
+    """
+    while error is not None:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
+        if code in FULL_DISK:
+            return error if isinstance(error, OSError) else OSError(code, os.strerror(code))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def end_with_parent() -> None:
     """Make Linux end this process, a child that encodes, when the process that started it ends."""
     with suppress(OSError, AttributeError):
@@ -455,26 +471,34 @@ def cli() -> int:
     os.register_at_fork(after_in_child=end_with_parent)
     try:
         if any(word.startswith("--check") for word in sys.argv):
-            corpus = parse_tool(CheckConfig, "python -m data.prepare").check
+            corpus = parse_tool(CheckConfig, PROGRAM).check
             print(f"{corpus}: {verify(expand_user_path('check', corpus))} files have their recorded hashes")
             return 0
-        config = parse_tool(PrepareConfig, "python -m data.prepare")
+        config = parse_tool(PrepareConfig, PROGRAM)
         # In a thread: only the main thread handles Ctrl-C, and it could not while it trains a tokenizer. Its processes
         # inherit the blocked signal.
         block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
         metadata = ThreadPoolExecutor(1, initializer=block).submit(prepare, config).result()
-    except (ConfigError, OSError) as error:
-        print("prepare: error:", printable(str(error), kept="\n"), file=sys.stderr)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"The disk of {config.out} is full; make room and run the same command again", file=sys.stderr)
+    except Exception as error:
+        full = find_full_disk(error)
+        known = error if isinstance(error, ConfigError | OSError) else full
+        if known is None:
+            raise
+        print(f"{PROGRAM}: error:", printable(str(known), kept="\n"), file=sys.stderr)
+        if full:
+            disk = f"The disk of {config.out} is full, or your quota on it is used up"
+            print(f"{disk}; make room and run the same command again", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the message
-        print("\nprepare: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
+        print(f"\n{PROGRAM}: interrupted; run the same command again to resume", file=sys.stderr, flush=True)
         os._exit(130)  # does not wait for the thread
     trained = f"train:{metadata['tokenizer']['vocab_size']}"
     if config.tokenizer != trained and config.tokenizer.startswith("train:"):
         print(f"tokenizer: {config.tokenizer} became {trained}: the source has no more pairs of tokens to merge")
+    template = Path(config.out).expanduser() / "tokenizer" / "chat_template.jinja"
+    if metadata.get("conversations") and "strftime_now" in template.read_text():
+        print(f"tokenizer: the chat template of {config.tokenizer} names the current date, so the tokens depend on it")
     for split in SPLITS:
         print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
     return 0

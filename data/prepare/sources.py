@@ -4,6 +4,7 @@ Files are UTF-8, or UTF-16 or UTF-32 with a byte order mark; a file that is prob
 """
 
 import codecs
+import errno
 import io
 import json
 import os
@@ -18,11 +19,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from config.errors import ConfigError
+from config.errors import UNUSABLE_PATH, ConfigError
 from data.prepare import chat
+from storage.files import folder_problems
 
 CHUNK = 2**19  # characters of a document that are yielded at once
+BATCH_ROWS, BATCH_BYTES = 256, 2**24  # of a Parquet file that are read at once, at most
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
+
+# Programs that read what Arrow does not: a gzip file with zeros at its end, a window of zstd above 128 MiB.
+DECOMPRESS = {".gz": "gzip -dk", ".zst": "zstd -d --long=31"}
 
 # The longest first: the mark of UTF-16-LE is a prefix of the mark of UTF-32-LE.
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
@@ -80,7 +86,10 @@ class Source:
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
             except Exception as error:  # each format, file system and network raises its own types
-                raise self._error(f"{place!r}, document {number}: {type(error).__name__}: {error}") from None
+                problem = f"{place!r}, document {number}: {type(error).__name__}: {error}"
+                if (program := DECOMPRESS.get(Path(place).suffix)) and isinstance(error, OSError) and not error.errno:
+                    problem += f"; decompress it first: {program} {place!r}"  # Arrow's errors have no number
+                raise self._error(problem) from None
             if changed:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
 
@@ -106,6 +115,10 @@ class Source:
 
         path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
         split = split or "train"
+        remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
+        is_path = path.startswith(("/", ".")) or path.count("/") > 1 or any(map(path.__contains__, "*?["))
+        if (is_path or get_file_type(path) in FILE_TYPES or folder_problems(path)) and not os.path.exists(path):
+            raise self._error(f"there is no file {self.name!r}\n{remedy}")  # asking the Hub would take half a minute
         try:
             builder = datasets.load_dataset_builder(path, configuration or None)
             files = builder.config.data_files or {}
@@ -125,10 +138,13 @@ class Source:
             return builder.as_dataset(split=split), files, datasets.ReadInstruction.from_spec(split).to_absolute(rows)
         except Exception as error:  # downloads and dataset builders raise many types
             problem = f"there is no file {self.name!r}, nor can a dataset NAME:CONFIGURATION:SPLIT be loaded"
-            remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno in (*UNUSABLE_PATH, errno.EROFS):
+                remedy = "Set HF_HOME in the environment to a folder where datasets can write its cache"
             if configuration and self.name.count(":") == 1:
                 remedy = f"A split without a configuration comes after two colons: {path}::{configuration}\n{remedy}"
-            raise self._error(f"{problem}: {error.__cause__ or error!r}\n{remedy}") from None
+            described = str(cause) if isinstance(cause, OSError) and cause.filename else repr(cause)
+            raise self._error(f"{problem}: {described}\n{remedy}") from None
 
     def _check_kind(self, conversations: bool) -> None:
         if self.conversations is (not conversations):
@@ -179,9 +195,13 @@ class Source:
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
                 names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
-                for batch in file.iter_batches(256, columns=names or None):
-                    for row in batch.to_pylist():
-                        yield {name: chat.without_added_nulls(value) for name, value in row.items()}
+                for index in range(file.num_row_groups):
+                    group = file.metadata.row_group(index)
+                    fitting = BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)
+                    num_rows = min(max(fitting, 1), BATCH_ROWS)
+                    for batch in file.iter_batches(num_rows, [index], columns=names or None):
+                        for row in batch.to_pylist():
+                            yield {name: chat.without_added_nulls(value) for name, value in row.items()}
 
 
 def find_files(pattern: str) -> list[str]:

@@ -216,3 +216,23 @@ class ReadsPrefix(model.gpt.GPTModel):
 def test_cached_logits_find_prefix_longer_than_prompt(monkeypatch):
     monkeypatch.setattr(checks, "GPTModel", ReadsPrefix)
     assert checks.check_cached_logits(SMALL, 16)[0] is False
+
+
+class AddsConstant(ForgetsCache):
+    """The same fault, under a constant that is added to all logits, which changes no probability."""
+
+    def forward(self, input_ids, cache=None):
+        output = super().forward(input_ids, cache=cache)
+        output.logits.add_(1e4)
+        return output
+
+
+def test_cached_logits_find_fault_under_constant(monkeypatch):
+    monkeypatch.setattr(checks, "GPTModel", AddsConstant)
+    assert checks.check_cached_logits(SMALL, 16)[0] is False
+
+
+@pytest.mark.parametrize("is_nan", [(True, False), (False, True), (True, True)], ids=str)
+def test_nan_is_a_difference(is_nan):
+    ours, expected = (torch.zeros(2, 3).index_fill(1, torch.tensor([1]), torch.nan if nan else 0) for nan in is_nan)
+    assert checks.compare(ours, expected, 1e-3)[0] is False

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from distributed import cores
 from distributed.cores import available_cores
 from distributed.cpu import threads_to_set
 from tests.conftest import ROOT, TINY_STORIES, environment, train_command
@@ -50,3 +51,35 @@ def test_available_cores_of_a_mac(script, cores, monkeypatch, tmp_path):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     assert available_cores() == cores
+
+
+QUOTAS = {
+    "none": ("0::/job/task", {"job/task/cpu.max": "max 100000", "job/cpu.max": "max 100000"}, 8),
+    "of a container": ("0::/", {"cpu.max": "250000 100000"}, 2),
+    "below a core": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "above the affinity": ("0::/", {"cpu.max": "1600000 100000"}, 8),
+    "of a job around it": ("0::/job/task", {"job/task/cpu.max": "max 100000", "job/cpu.max": "300000 100000"}, 3),
+    "outside the namespace": ("0::/../../job", {"cpu.max": "300000 100000"}, 3),
+    "version 1": (
+        "5:memory:/job\n4:cpuacct,cpu:/job\n0::/",
+        {
+            "cpu/job/cpu.cfs_quota_us": "400000\n",
+            "cpu/job/cpu.cfs_period_us": "100000\n",
+            "cpu/cpu.cfs_quota_us": "-1\n",
+        },
+        4,
+    ),
+}
+
+
+@pytest.mark.linux_only
+@pytest.mark.parametrize(("lines", "files", "expected"), QUOTAS.values(), ids=QUOTAS)
+def test_available_cores_respect_cpu_quotas(lines, files, expected, monkeypatch, tmp_path):
+    (tmp_path / "own").write_text(f"{lines}\n")
+    for name, content in files.items():
+        (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup" / name).write_text(content)
+    monkeypatch.setattr(cores, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert available_cores() == expected

@@ -11,6 +11,7 @@ from docs import settings
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tests.repo.test_rules import CORE
+from tests.test_examples import AVERAGES
 from tests.test_examples import RUNGS as SCRIPTS
 
 README = (ROOT / "README.md").read_text()
@@ -153,8 +154,10 @@ def test_examples_page_matches_scripts():
     tested = {f"python -m examples.{name}" for name in SCRIPTS if name != "ring_allreduce"}
     tested |= {"python -m examples.ring_allreduce --ranks 3"}
     tested |= {"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m examples.gpt_ddp"}
-    [last] = set(commands(text)) - tested
-    assert last in COMMANDS and tested < set(commands(text))
+    [last] = set(commands(text)) - tested - set(AVERAGES)
+    command, _, name = last.partition(" --name ")
+    assert command in COMMANDS and tested < set(commands(text))
+    assert name and not [shown for shown in COMMANDS if f"--name {name}" in shown], "a run of that name is complete"
 
 
 def test_readme_links_to_every_page():

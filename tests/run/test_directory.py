@@ -117,14 +117,19 @@ def test_resume_refuses_changed_setting_of_training(setting, value):
     assert [*lines] == [setting]
 
 
-def test_resume_refuses_changed_scheduled_values(tmp_path, monkeypatch):
-    """A fork may schedule a value by the fraction of the run, which changes when the run is extended."""
-    monkeypatch.setitem(SCHEDULES, "weight_decay", lambda value, config, step: value * (1 - step / config.steps))
+@pytest.mark.parametrize("changed", [0, 3])
+def test_resume_refuses_changed_scheduled_values(changed, tmp_path, monkeypatch):
+    """A fork may schedule a value by the length of the run; here it changes in the first or the last completed step."""
+    monkeypatch.setitem(
+        SCHEDULES, "weight_decay", lambda value, config, step: value * config.steps ** (step == changed)
+    )
     settings, config = stored(optimizer__weight_decay=0.5)
     changes = {"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8, "optimizer.weight_decay": 0.5}
     config = config.replace(**changes)
     settings |= {"schedule": config.schedule.model_dump(), "steps": 4}
-    with pytest.raises(ConfigError, match="steps: 4 in the run, 8 now: in step 1, weight_decay was 0.375 and would be"):
+    with pytest.raises(
+        ConfigError, match=f"4 in the run, 8 now: in step {changed}, weight_decay was 2.0 and would be 4.0"
+    ):
         resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
 
 

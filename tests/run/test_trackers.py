@@ -80,14 +80,13 @@ def md5_in_base64(path):
 def rewound(tmp_path_factory):
     """A finished run with W&B that lost its last two checkpoints and was finished again from step 2."""
     runs = tmp_path_factory.mktemp("rewound")
-    words = "--tracking.group depth --tracking.tags [deep,wide] --tracking.log_model true"
-    words += " --evaluation.num_logged_generations 2"
+    words = "--tracking.group depth --tracking.tags [deep,wide] --evaluation.num_logged_generations 2"
     arguments = [*words.split(), "--out_dir", runs, "--name", "a run"]
     train_offline(*SHORT, *arguments)
     run = runs / "a run"
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     shutil.rmtree(run / "checkpoints" / "step-00000003")
-    done = train_offline(*SHORT, *arguments)
+    done = train_offline(*SHORT, *arguments, "--tracking.log_model", "true")
     assert "resumed at step 2" in done.stdout
     return run, done.stdout
 
@@ -130,7 +129,7 @@ def test_wandb_receives_texts_of_each_step(rewound):
 
 def test_wandb_logs_export(rewound):
     run, _ = rewound
-    *_, model = (artifact for artifact in select_records(wandb_files(run), "artifact") if artifact.type == "model")
+    [model] = (artifact for artifact in select_records(wandb_files(run), "artifact") if artifact.type == "model")
     files = {entry.path: entry for entry in model.manifest.contents}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files.keys()
     for entry in files.values():
@@ -300,7 +299,7 @@ def run_on_terminal(runs, columns, processes):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     launch = forked.Launch("train.py", words, processes, environment(), terminal=os.ttyname(theirs))
-    threading.Thread(target=lambda: (launch.wait(120), os.close(theirs))).start()
+    threading.Thread(target=lambda: (launch.wait(300), os.close(theirs))).start()
     shown = b""
     while True:
         try:

@@ -243,7 +243,7 @@ def has_significant(losses):
 @pytest.mark.parametrize(("num_tables", "num_configurations", "num_seeds"), [(1000, 3, 3), (250, 10, 5), (150, 20, 10)])
 def test_tables_of_nothing_are_rarely_significant(num_tables, num_configurations, num_seeds, spread, monkeypatch):
     """5% of the tables have a p-value below 0.05, although the best is chosen by its losses."""
-    monkeypatch.setattr(compare, "NUM_SIMULATIONS", 2500)
+    monkeypatch.setattr(compare, "NUM_SIMULATIONS", 1000)
     tables = random_tables(num_tables, num_configurations, num_seeds, spread)
     deviation = (0.05 * 0.95 / num_tables) ** 0.5
     assert sum(map(has_significant, tables)) / num_tables < 0.05 + 2 * deviation

@@ -11,6 +11,7 @@ from data.corpus import load_corpus
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from tests.support import forked
 from tests.training.test_schedule import FORK
+from tools.replay import describe_outcome
 
 RECIPE = [*TINY_STORIES, "--steps", 6, "--evaluation.every", 3, "--checkpoint.every", 2, "--micro_batch_size", 2]
 SAMPLE = r"^  sample (\d+): loss (\S+?)(, NOT FINITE)?; '(.*)'$"
@@ -144,9 +145,73 @@ def rewrite(file, change):
 def test_other_digests_and_losses_are_reported(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     rewrite(copy / "metrics.jsonl", lambda row: row.update({"state/digest": "0" * 16}))
-    assert "reproduced up to rounding: 2 loss(es) within 0.1%; digests differ" in replay(copy, 4)
+    assert "\nNOT reproduced bitwise: 2 of 2 digest(s) differ, although the code" in replay(copy, 4)
+    rewrite(copy / "sessions.jsonl", lambda row: row.update({"processes": 4}))
+    assert "2 of 2 digest(s) differ, perhaps because of processes 4 in the run, 1 here; the" in replay(copy, 4)
     rewrite(copy / "metrics.jsonl", lambda row: row.update({"train/loss": 5.0}))
-    assert "NOT reproduced: train/loss was 5 in the run and is 5." in replay(copy, 4)
+    assert "NOT reproduced: train/loss was 5.0 in the run and is 5." in replay(copy, 4)
+
+
+LOGGED = {"state/digest": "a", "train/loss": 2.0, "train/grad_norm": 1.0}
+CODE = ["code 1 in the run, 2 here"]
+SAME_LAUNCH = (
+    "NOT reproduced bitwise: 1 of 1 digest(s) differ, although the code, the launch and the version of torch are those "
+    "of the run"
+)
+
+
+@pytest.mark.parametrize(
+    ("logged", "again", "differences", "outcome"),
+    [
+        ({}, LOGGED, [], "not compared: the run logged no digest of these steps"),
+        (LOGGED, LOGGED, CODE, "reproduced bitwise (1 digest(s))"),
+        (LOGGED, {**LOGGED, "state/digest": "b"}, [], SAME_LAUNCH),
+        (
+            LOGGED,
+            {**LOGGED, "state/digest": "b", "train/loss": 2.001, "train/grad_norm": 1.04},
+            CODE,
+            "reproduced up to rounding: 1 train/loss within 0.1%, 1 train/grad_norm within 5.0%; 1 of 1 digest(s) "
+            "differ, perhaps because of code 1 in the run, 2 here; the update of the last step",
+        ),
+        (
+            LOGGED,
+            {**LOGGED, "state/digest": "b", "train/loss": 2.1},
+            CODE,
+            "NOT reproduced: train/loss was 2.0 in the run and is 2.1 here",
+        ),
+        (
+            LOGGED,
+            {**LOGGED, "state/digest": "b", "train/grad_norm": 5.0},
+            CODE,
+            "NOT reproduced: train/grad_norm was 1.0 in the run and is 5 here",
+        ),
+        (
+            {**LOGGED, "train/loss": None},
+            {**LOGGED, "state/digest": "b"},
+            CODE,
+            "NOT reproduced: train/loss was None in the run and is 2 here",
+        ),
+        (
+            {"state/digest": "a"},
+            {**LOGGED, "state/digest": "b"},
+            CODE,
+            "NOT reproduced: 1 of 1 digest(s) differ, and the run logged no loss of these steps to compare",
+        ),
+    ],
+)
+def test_outcome_says_what_was_compared(logged, again, differences, outcome):
+    assert describe_outcome([(logged, again)], differences).startswith(outcome)
+
+
+def test_gradient_of_a_fork_is_not_taken_for_rounding(tmp_path):
+    """The run logs a digest with each checkpoint, but no loss before its end; then the gradient is multiplied by -5."""
+    train(*RECIPE, "--tracking.log_every", 100, "--out_dir", tmp_path, "--name", "run")
+    code = "import train, tools.replay as replay, sys; from cli.scripts import run_and_exit\n"
+    code += "backward = train.backward\n"
+    code += "train.backward = lambda loss, *rest: backward(-5 * loss, *rest)\n"
+    code += "del sys.argv[0]; run_and_exit('tools.replay', replay.ReplayConfig)"
+    shown = forked.run("-c", [code, "tools.replay", str(tmp_path / "run"), "4"], 0, environment()).stdout
+    assert "\nNOT reproduced: 2 of 2 digest(s) differ, and the run logged no loss" in shown, shown
 
 
 def test_launch_of_the_run_is_restored_or_reported(run, tmp_path):

@@ -51,7 +51,7 @@ def settings_of(depth, family="qwen3", corpus=None, tokens_per_parameter=20):
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("corpus", [None, "corpora/text"])
 def test_recipes_grow_with_depth(family, corpus):
-    recipes = [settings_of(depth, family, corpus) for depth in [*range(1, 13), 20, 47, 48]]
+    recipes = [settings_of(depth, family, corpus) for depth in (1, 2, 3, 4, 6, 8, 12, 47, 48)]
     for name in ("model.d_model", "model.n_heads", "model.d_ff", "global_batch_size"):
         values = [one[name] for one in recipes]
         assert values == sorted(values), name
@@ -194,7 +194,7 @@ def test_command_line_prints_config_and_takes_bare_law():
     assert yaml.safe_load(printed.stdout)["model"]["n_layers"] == 2 and printed.returncode == 0
     for words in (["--law"], ["--law", "true"], ["--law=true"]):
         refused = forked.run("tools.scale", [*words, "--depth", "2"], 0, environment())
-        assert refused.returncode == 2 and "give one of" in refused.stderr, words
+        assert refused.returncode == 2 and refused.stderr.startswith("tools.scale: error: give one of"), refused.stderr
 
 
 @pytest.mark.slow

@@ -11,12 +11,19 @@ from tools.experiment import change
 from tools.trial import TrialError, changed_results, compare_rows
 
 
-@pytest.mark.slow
-def test_trial_ends_with_one_message():
-    command = [sys.executable, "-m", "tools.trial", "--model.mlp", "no_such_mlp"]
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model.mlp", "no_such_mlp"], "model.mlp: no_such_mlp must be one of "),
+        (["--colour", "red"], "colour is not a setting"),
+        (["--verify_steps", "x"], "verify_steps: x must be a positive integer"),
+    ],
+)
+def test_trial_refuses_setting_with_one_message(words, message):
+    command = [sys.executable, "-m", "tools.trial", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    [message] = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and message.startswith("tools.trial: error: train.py: error: model.mlp: no_such_mlp")
+    assert done.returncode == 2 and done.stderr.startswith(f"tools.trial: error: {message}"), done.stderr
+    assert done.stderr.count("error") == done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,15 @@ def test_trial_names_first_difference(resumed, message):
         compare_rows([{"step": 1, "train/loss": 2.0}], resumed)
 
 
+def test_trial_needs_metrics():
+    with pytest.raises(TrialError, match="the run logged no metrics, so nothing was compared"):
+        compare_rows([], [])
+
+
 def test_trial_names_changed_results():
+    assert changed_results({"stories": {"train/loss": 5.0}}, {"stories": {"train/loss": 5.0}}) == [
+        "stories: state/digest is not logged, so the bits cannot be compared"
+    ]
     before = {"stories": {"state/digest": "1", "train/loss": 5.0}}
     after = {"stories": {"state/digest": "1", "train/loss": 5.0, "added": 3}}
     assert changed_results(before, after) == []

@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 
+from config.errors import ConfigError
 from pretrained import export
 from pretrained.load import load_run
 from pretrained.settings import ExportConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
 from tests.support import forked
+from training.ema import ema_weights, track_ema
 
 AVERAGE = 0.7  # the first seven steps use a smaller decay
 RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
@@ -98,8 +100,8 @@ from cli import scripts
 from training.ema import track_ema
 del sys.argv[0]
 build, decay = train.build_optimizer, float(sys.argv.pop(1))
-def build_averaging(network, config, *_):
-    optimizer = build(network, config)
+def build_averaging(network, config, ema_decay):
+    optimizer = build(network, config, ema_decay)
     track_ema(optimizer, decay)
     return optimizer
 train.build_optimizer = build_averaging
@@ -125,6 +127,43 @@ def test_average_of_optimizer_needs_no_setting(averaged, tmp_path):
         assert ("| val/loss |" in card) == (weights == "evaluated")
 
 
+def test_ema_decay_is_refused_if_the_optimizer_keeps_an_average(tmp_path):
+    """Both would move the same tensor, so that a setting of the evaluation would change the training."""
+    arguments = ["train.py", "0.9", *map(str, RUN), "--out_dir", str(tmp_path), "--evaluation.ema_decay", "0.9"]
+    done = forked.run("-c", [OWN_AVERAGE, *arguments], 0, environment())
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "evaluation.ema_decay: 0.9, but the optimizer keeps an average itself; use null" in done.stderr
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer that averages the weights from its second update on, and takes gradients at the average."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            state["updates"] = state.get("updates", 0) + 1
+            if state["updates"] > 1 and "ema" not in state:
+                state["ema"] = weight.clone()
+            elif "ema" in state and state["updates"] > 2:
+                torch._foreach_lerp_([state["ema"]], [weight], 0.5)
+
+
+@pytest.mark.parametrize("updates", [0, 1, 2])
+def test_ema_decay_is_refused_whenever_the_average_of_the_optimizer_begins(updates):
+    """Track an EMA too, after some updates by the optimizer alone, as after a resume."""
+    layer = torch.nn.Linear(3, 3)
+    optimizer = ScheduleFree(layer.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="evaluation.ema_decay: 0.7, but the optimizer keeps an average itself"):
+        for update in range(4):
+            if update == updates:
+                track_ema(optimizer, AVERAGE)
+            layer(torch.ones(3)).sum().backward()
+            optimizer.step()
+    assert update <= 2
+
+
 def test_run_with_ema_resumes_bitwise(averaged, tmp_path):
     words = [*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", tmp_path]
     train(*words, "--stop_after", 5, exit_code=75)
@@ -146,8 +185,6 @@ def test_resume_refuses_changed_ema_decay(words, averaged, tmp_path):
 
 def test_ema_weights_restores_weights_after_error(tmp_path):
     """A checkpoint that is saved afterwards holds the trained weights."""
-    from training.ema import ema_weights, track_ema
-
     layer = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(layer.parameters())
     track_ema(optimizer, AVERAGE)

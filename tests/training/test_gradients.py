@@ -67,7 +67,7 @@ def trained(tmp_path_factory):
         for process in processes:
             process.start()
         for process in processes:
-            process.join(100)
+            process.join(300)
         assert [process.exitcode for process in processes] == [0, 0, 0]
     return [torch.load(file) for file in files]
 

@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="measure the first groups in miniature, and only print")
     options = parser.parse_args()
     if not options.quick and not torch.cuda.is_available() and (on_gpu := ON_GPU & {*options.cases}):
-        sys.exit(f"no GPU was found for {', '.join(sorted(on_gpu))}; --quick tests a case on a CPU")
+        parser.error(f"no GPU was found for {', '.join(sorted(on_gpu))}; --quick tests a case on a CPU")
     results: dict[str, tables.Figures] = {}
     with TemporaryDirectory() as folder:
         options.scratch = Path(folder)

@@ -36,7 +36,7 @@ def main(config: ScaleConfig) -> None:
         SystemExit: with 75 after a signal; the same command resumes.
     """
     if (config.depth is not None) + config.law + config.widths != 1:
-        raise ConfigError("tools.scale: give one of --depth N, --law and --widths")
+        raise ConfigError("give one of --depth N, --law and --widths")
     if config.depth is not None:
         print_recipe(config)
         return

@@ -541,6 +541,18 @@ def test_prepare_refuses_template_whose_answers_do_not_end(folder, tmp_path, tem
     assert ChatTemplate(AutoTokenizer.from_pretrained(tokenizer)).ends_of_answer == {0}, "the end of text alone"
 
 
+@pytest.mark.parametrize("names_date", [False, True])
+def test_prepare_says_that_tokens_depend_on_the_date(folder, tmp_path, monkeypatch, capsys, names_date):
+    tokenizer = shutil.copytree(folder / "tokenizer_chatml", tmp_path / "tokenizer")
+    set_chat_template(tokenizer, ("{{ strftime_now('%Y') }}" if names_date else "") + CHATML)
+    source = write_rows(tmp_path / "a.jsonl", [MESSAGES])
+    words = ["--source", source, "--tokenizer", tokenizer, "--out", tmp_path / "out", "--validation", "hash:0.0"]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+    assert data.prepare.prepare.cli() == 0
+    said = f"the chat template of {tokenizer} names the current date, so the tokens depend on it"
+    assert (said in capsys.readouterr().out) == names_date
+
+
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
 def test_each_answer_ends_with_a_token_that_ends_the_chat(folder, name):
     template = ChatTemplate(AutoTokenizer.from_pretrained(folder / name / "tokenizer"))
