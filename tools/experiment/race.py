@@ -294,8 +294,6 @@ class Race:
         """Let an idea join the baseline, and write what the race has found so far."""
         idea = self.record.ideas[winner]
         print(f"round {len(self.record.rounds)}: better, and in the baseline from now on: {idea.text}", file=sys.stderr)
-        self.round.winner = winner
-        self.save()
         # The settings of its runs as one config, and its changes of the code as one patch.
         ideas = [self.record.ideas[key] for key in (*self.round.stack, winner)]
         settings = yaml.safe_dump(self.variants[winner].given, sort_keys=False)
@@ -304,6 +302,8 @@ class Race:
             commit = str(change.merge(self.recipe.commit, ideas))
             patch = change.git("diff-tree", "-p", "--binary", "--full-index", self.recipe.commit, commit) + "\n"
             write_atomically(self.file.with_suffix(".patch"), patch.encode(errors="surrogateescape"))
+        self.round.winner = winner
+        self.save()
 
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
@@ -332,9 +332,10 @@ class Race:
         return keys, found
 
     def check_baseline(self, must_raise: bool = True) -> str:
-        """Return why the baseline cannot be compared with, if its first run failed, or raise that as RunError."""
+        """Return why the baseline cannot be compared with, if its first runs failed, or raise that as RunError."""
         results = self.runs.of_variant(self.variants[""])
-        problem = results[0].failure if results and all(result.failure for result in results) else ""
+        is_broken = len(results) >= verdicts.MIN_RUNS and all(result.failure for result in results)
+        problem = results[0].failure if is_broken else ""
         if problem and must_raise:
             raise RunError(f"the baseline does not train: {problem}")
         return problem

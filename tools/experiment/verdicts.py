@@ -235,18 +235,18 @@ def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Find
 
     Runs that are pending count as if they had confirmed what is known.
     """
-    if baseline.num_ended + baseline.pending < MIN_BASELINE_RUNS:
-        return BASELINE
-    open_ideas = [index for index, finding in enumerate(findings) if not finding.is_settled]
-    first_runs = [index for index in open_ideas if ideas[index].num_ended + ideas[index].pending < MIN_RUNS]
-    if first_runs:
-        return min(first_runs, key=lambda index: ideas[index].num_ended + ideas[index].pending)
-    open_ideas = [index for index in open_ideas if math.isfinite(findings[index].effect)]
-    if not open_ideas or is_decided(findings):
-        return None
 
     def runs(group: Group) -> int:
         return len(group.values) + group.pending
+
+    if runs(baseline) < MIN_BASELINE_RUNS:
+        return BASELINE
+    open_ideas = [index for index, finding in enumerate(findings) if not finding.is_settled]
+    if first_runs := [index for index in open_ideas if runs(ideas[index]) < MIN_RUNS]:
+        return min(first_runs, key=lambda index: runs(ideas[index]))
+    open_ideas = [index for index in open_ideas if math.isfinite(findings[index].effect)]
+    if not open_ideas or is_decided(findings):
+        return None
 
     def optimistic(index: int) -> float:
         idea, finding = ideas[index], findings[index]
