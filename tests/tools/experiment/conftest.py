@@ -101,6 +101,8 @@ def main(delivered, words):
     given = {}
     for option, value in zip(words[::2], words[1::2]):
         given |= read(value) if option == "--config" else {option[2:]: parse(value)}
+    if unknown := given.keys() - settings.keys():
+        sys.exit(f"train.py: error: {min(unknown)} is not a setting")
     settings.update(given)
     run = os.path.join(settings["out_dir"], settings["name"])
     lab = os.path.dirname(os.path.dirname(settings["out_dir"]))
