@@ -101,6 +101,8 @@ def main(delivered, words):
     given = {}
     for option, value in zip(words[::2], words[1::2]):
         given |= read(value) if option == "--config" else {option[2:]: parse(value)}
+        if option == "--name":  # a digest such as 1234567e, followed by -0, is a number
+            given["name"] = value
     if unknown := given.keys() - settings.keys():
         sys.exit(f"train.py: error: {min(unknown)} is not a setting")
     settings.update(given)
