@@ -14,7 +14,7 @@ from tests.data.prepare.test_prepare import make_documents, write_jsonl
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
 PAGES += [ROOT / "tests/GUARANTEES.md"]
-MADE_BY_A_RUN = {"wandb/", "tensorboard/", "exports/"}
+MADE_BY_A_RUN = {"wandb/", "tensorboard/", "exports/", "experiments/"}
 
 
 def page(name):

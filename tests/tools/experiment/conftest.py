@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from run.directory import Run
-from tools.experiment import change, confirm, race, report, runs, settings, variant
+from tools.experiment import change, confirm, race, report, runs, settings, variant, verdicts
 from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
 from tools.jobs.launch import Launch
@@ -253,6 +253,8 @@ def experiments(tmp_path, monkeypatch, capsys):
     # Without site packages Python starts three times as fast, too.
     parse = Launch.parse
     fast = Launch((sys.executable, "-IS"))
+    # With so little noise two runs decide; tests of verdicts.py are in test_verdicts.py.
+    monkeypatch.setattr(verdicts, "MIN_RUNS_OF_DISCOVERY", 2)
     monkeypatch.setattr(Launch, "parse", lambda launch: parse(launch) if launch else fast)
     handlers = {number: signal.getsignal(number) for number in runner.signals_to_catch()}
     yield Experiments(root, lab, capsys)
