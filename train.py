@@ -46,7 +46,7 @@ from pretrained.load import copy_initial_weights
 from run import trackers
 from run.directory import Run
 from run.reporting import Reporter
-from run.resolve import GivenModels, resolve
+from run.resolve import PretrainedModels, resolve
 from run.resume import StartingPoint
 from run.start import check_run, open_run, record_outcome
 from run.summary import summary
@@ -109,7 +109,7 @@ def train(
     start: StartingPoint,
     accelerator: Accelerator,
     stop_signal: StopSignal,
-    models: GivenModels,
+    models: PretrainedModels,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together.
 
@@ -269,8 +269,8 @@ def train_step(
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
 
     # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
-    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average
-    # the gradients over the processes, so multiply by their number to get the sum. A reducer already sums.
+    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average the gradients
+    # over the processes, so multiply by their number to get the sum. A reducer already sums.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else results.num_processes)
 
@@ -345,7 +345,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     state.results.register_names(metrics)  # steps send the values of the metrics without their names
 
 
-def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: GivenModels) -> TrainState:
+def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: PretrainedModels) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
