@@ -30,8 +30,8 @@ MIN_RUNS_OF_DISCOVERY = 4  # of an idea: two runs do not show whether it scatter
 # are shortest, and the rates hold for any value.
 MIXTURE_SCALE = 2.0
 OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next run is chosen
-# Degrees of freedom of the common variance, at most. Without a limit, the intervals of ideas that scatter much more than
-# the others are too short.
+# Degrees of freedom of the common variance, at most. Without a limit, the intervals of ideas that scatter much more
+# than the others are too short.
 MAX_PRIOR_FREEDOM = 6.0
 
 Verdict = Literal["better", "worse", "no gain", "unknown", "failed", "identical"]
