@@ -2,14 +2,13 @@
 
 A run is a function of its config, which contains the seed, of its launch (device, mixed precision, number of processes)
 and of what computes it: the code, the version of torch, the processor and the number of threads. With `exact`, in fp32
-on x86-64 CPUs, it does not depend on the number of processes (a power of two that divides the number of micro-batches
-in a global batch), on the processor or on the threads.
+on x86-64 CPUs, it is the same on any processor, with any number of threads and on any number of processes that is a
+power of two and divides the number of micro-batches in a global batch.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
-is one), the step s, and two counters of updates that were skipped because a loss or gradient was not finite. A branch,
-a run that starts from a checkpoint of another one (`branch_from`), also has the number of tokens that its parent was
-trained on. Everything else, such as the learning rate, the global batch
-and the random draws of step s, is computed from (config, s).
+is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
+branch (`branch_from`, a checkpoint of another run) continues from its parent. Everything else, such as the learning
+rate, the global batch and the random draws of step s, is computed from (config, s).
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -47,7 +46,7 @@ from pretrained.load import copy_initial_weights
 from run import trackers
 from run.directory import Run
 from run.reporting import Reporter
-from run.resolve import GivenModels, resolve
+from run.resolve import PretrainedModels, resolve
 from run.resume import StartingPoint
 from run.start import check_run, open_run, record_outcome
 from run.summary import summary
@@ -78,7 +77,8 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    with record_outcome(run):  # once `open_run` has locked the directory: finished, preempted or failed, in status.json
+    # Write how the session ends to status.json (finished, preempted or failed), once `open_run` has locked the run.
+    with record_outcome(run):
         # Checks that need no communication run before the process group exists. `resolve` loads the data and the
         # models of `init_from` and `teacher.path`, and fills in settings that are null.
         check_launch(config)
@@ -96,7 +96,7 @@ def main(config: TrainConfig) -> None:
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, models)
         else:
-            check_finite_val_loss(start.metrics, start.step)  # raises again if the run ended with a NaN loss
+            check_finite_val_loss(start.metrics, start.step)  # raises again if the run ended so
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
@@ -109,11 +109,11 @@ def train(
     start: StartingPoint,
     accelerator: Accelerator,
     stop_signal: StopSignal,
-    models: GivenModels,
+    models: PretrainedModels,
 ) -> None:
     """Train from `start.step` to the last step; called by all processes together.
 
-    `state.network` is the bare model, and `state.model` is what Accelerate made of it, such as DDP.
+    `state.model` is what Accelerate made of the model, such as DDP, and `state.network` the GPTModel in it.
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
@@ -121,7 +121,7 @@ def train(
     state = build_state(config, run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # Norms of weights and gradients, and activations, in the logged steps with `tracking.block_stats`.
+    # Norms of the weights and gradients of each block and the size of its output, with `tracking.block_stats`.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # The data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -172,7 +172,8 @@ def train(
             if profiler:
                 profiler.step()
 
-            # What is due after this step. Logs, evaluations and checkpoints are numbered by completed steps, from 1.
+            # What is due after this step: every so many steps and after the last one; never with 0. Logs, evaluations
+            # and checkpoints are numbered by completed steps; the initial model is 0.
             completed = step + 1
             log_now = is_due(config.tracking.log_every, config, completed)
             eval_now = is_due(config.evaluation.every, config, completed)
@@ -181,14 +182,17 @@ def train(
 
             # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
             with block_statistics.record(log_now):
+                # A failed save stops all processes in the same step; `saver.wait` below then raises.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Read the result of the previous step while the device computes this one; None after the first. With
-            # `wait`, the host waits for the device here and reads the result of this step. (Where updates may be
-            # skipped, train_step has read it already.) The all-reduce of a step carries the stop flags of all
-            # processes, so all of them see a flag in the same step. After a flag, this step is read too, and so
-            # checked for NaN, before it is saved below.
+            # Read the result of the previous step while the device computes this one; there is none after step 1. With
+            # `wait`, the host waits for the device here and reads the result of this step. If updates may be skipped,
+            # train_step has read this step already.
+            #
+            # The all-reduce of a step carries the stop flags of all processes, so all of them see a flag in the same
+            # step. If the previous step had one, `read` itself also reads this step, and so checks it for NaN before
+            # it is saved below.
             result = state.results.read(wait=log_now or eval_now or save_now)
             if result is not None and result.stop:
                 save_now, stop_now = True, completed < config.steps
@@ -222,7 +226,8 @@ def train(
                     if math.isfinite(metrics.get("val/loss", 0.0)):  # NaN probabilities cannot be sampled from
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
 
-            # Log, and save in the background. The last checkpoint must be complete before the run ends.
+            # Log the metrics, if there are any, and save in the background. The last checkpoint must be complete before
+            # the run ends.
             reporter.log(completed, metrics)
             if save_now:
                 tokens = global_batches.sizes.tokens(completed, config.seq_len, since=(start.step, start.tokens))
@@ -264,8 +269,8 @@ def train_step(
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
 
     # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
-    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average
-    # the gradients over the processes, so multiply by their number to get the sum. A reducer already sums.
+    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average the gradients
+    # over the processes, so multiply by their number to get the sum. A reducer already sums.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else results.num_processes)
 
@@ -274,7 +279,7 @@ def train_step(
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        state.seed_micro_batch(step, index, len(micro_batches))  # dropout; by the index in the global batch
+        state.seed_micro_batch(step, index, len(micro_batches))  # for dropout, by its index in the global batch
         with nullcontext() if is_last else accelerator.no_sync(model):
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
@@ -284,22 +289,24 @@ def train_step(
     # Send the losses and metrics to all processes while the gradients are clipped.
     results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
 
-    # Clip the gradients by their global norm. grad_clip may be scheduled; None disables clipping.
-    # Parameters that no micro-batch used, such as idle experts, get a gradient of zero.
+    # Complete the gradients, with zeros for parameters that no micro-batch used, such as idle experts. Undo the scale
+    # of fp16.
     gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
+
+    # Clip them by their global norm. grad_clip may be scheduled; None and 0 disable clipping.
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
     # FSDP2's norm is a DTensor.
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.parameters, max_norm))
     results.add_grad_norm(grad_norm)
 
     # Update the weights. If updates may be skipped, the host waits here for the result of this step. Otherwise an
-    # update that is not finite is applied, and `read` raises before a checkpoint has it.
+    # update that is not finite is applied, and `read` raises before it can be saved.
     result = results.read(wait=True) if config.on_nonfinite == "skip" else None
     if result is None or result.finite:
         state.optimizer.step()
-    state.optimizer.zero_grad()
+    state.optimizer.zero_grad()  # a CUDA graph has buffers of its own for the gradients
 
 
 def forward_backward(
@@ -312,7 +319,7 @@ def forward_backward(
         batch: the micro-batch.
         num_targets: the number of target tokens in the global batch, 0-dim, once `all_reduce` is complete.
         grad_scale: factor of the gradients.
-        all_reduce: sums `num_targets` over the processes; None: there is one process.
+        all_reduce: sums `num_targets` over the processes; None: one process, or the sum is complete.
 
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
@@ -338,7 +345,7 @@ def warm_up(state: TrainState, micro_batch: Batch) -> None:
     state.results.register_names(metrics)  # steps send the values of the metrics without their names
 
 
-def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: GivenModels) -> TrainState:
+def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models: PretrainedModels) -> TrainState:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
@@ -355,8 +362,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     # Choose what sums the gradients over the processes: a reducer, or DDP or FSDP2.
     reducer = None
     if config.exact or config.cuda_graph:
-        # `exact` needs an order of additions that does not depend on the number of processes. The CUDA graph of a
-        # micro-batch is replayed for each of them, and DDP's hooks would sum the gradients in each.
+        # `exact` needs an order of additions that does not depend on the number of processes. One CUDA graph is
+        # replayed for every micro-batch, so an all-reduce of DDP in it would run for each of them instead of the last.
         # evaluation_mode=True keeps Accelerate from wrapping the model in DDP; it does not call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
         if config.exact:

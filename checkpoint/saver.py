@@ -80,7 +80,7 @@ class Saver(AbstractContextManager):
                     print(error, file=sys.stderr)
 
     def save(self, step: int, tokens: int, state: TrainState, metrics: Mapping[str, float | str]) -> None:
-        """Begin to write the checkpoint of `step`, once the previous one is complete, and delete superfluous ones.
+        """Begin to write the checkpoint of `step`, once the previous one is complete, and delete old ones.
 
         `tokens` are the training tokens until `step`.
 

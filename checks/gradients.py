@@ -17,12 +17,13 @@ from torch.autograd.function import BackwardCFunction
 from checks.model import build_perturbed, with_short_windows
 from config.schema import TrainConfig
 from data.loader import load_batch
+from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import CHUNK_BYTES, count_targets
+from model.loss import CHUNK_BYTES, count_targets, soft_cap
 from training import cpu_kernels
 from training.gradients import loss_scale
 from training.optimizer import build_optimizer
-from training.prepare_model import prepare_network
+from training.prepare_model import add_teacher, prepare_network
 
 MAX_LAYERS, MAX_POSITIONS = 2, 32
 MIN_TARGETS = 160  # at least two chunks of the smallest size, and enough rows for oneDNN
@@ -31,22 +32,28 @@ MIN_RELATIVE_NORM = 0.003
 STEP = 1e-4  # length of a finite-difference step
 
 
-def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator) -> dict[str, float]:
+def gradient_errors(
+    config: TrainConfig, dataset: Any, accelerator: Accelerator, teacher_config: GPTConfig | None = None
+) -> dict[str, float]:
     """Compute the relative error of each tensor's gradient, by the tensor's name and how it was computed.
 
     The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It is run
-    as configured, with a chunked loss, and with recomputed blocks.
+    as configured, with a chunked loss, and with recomputed blocks. It learns from a teacher of `teacher_config`, if
+    that is given; the objective is then compared with its definition, too.
     """
     length = min(MAX_POSITIONS, config.seq_len)
-    small = config.model.replace(n_layers=min(MAX_LAYERS, config.model.n_layers), dropout=0.0)
-    config = config.replace(model=with_short_windows(small, length))
+    config = config.replace(model=make_small(config.model, length))
     eager = config.replace(compile=False)
     batch = first_rows(dataset, length)
+    teacher = build_teacher(make_small(teacher_config, length), batch) if teacher_config else None
     network = build_perturbed(config.model).train()  # parameters initialised to zero have an effect, too
     build_optimizer(network, config.optimizer)  # a fork may freeze parameters there
 
     plain = deepcopy(network).double()
-    prepare_network(plain, eager.replace(activation_checkpointing=False, chunked_loss=False), torch.device("cpu"))
+    plain_config, cpu = eager.replace(activation_checkpointing=False, chunked_loss=False), torch.device("cpu")
+    prepare_network(plain, plain_config, cpu)
+    if teacher:
+        add_teacher(plain, deepcopy(teacher).double(), plain_config, cpu)
     plain_loss = compute_loss(plain, batch)
     functions = find_custom_functions(plain_loss)
     plain_loss.backward()
@@ -54,7 +61,9 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
     min_norm = MIN_RELATIVE_NORM * torch.stack([tensor.norm() for tensor in expected.values()]).norm()
     norms = {name: tensor.norm() + min_norm for name, tensor in expected.items()}
 
-    errors = {}
+    errors = (
+        {"the objective, against the definition of distillation": distillation_error(plain, batch)} if teacher else {}
+    )
     ways = {
         "as configured": config,
         "with a chunked loss": eager.replace(chunked_loss=True),
@@ -64,7 +73,7 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
         if changed.problems(accelerator.num_processes):
             continue  # a fork may refuse a setting
         loss, gradient = train_gradients(
-            deepcopy(network), changed, batch, accelerator, smallest_chunks=way != "as configured"
+            deepcopy(network), deepcopy(teacher), changed, batch, accelerator, smallest_chunks=way != "as configured"
         )
         errors[f"the loss, {way}"] = abs(loss / plain_loss.item() - 1)
         for name, tensor in expected.items():
@@ -73,6 +82,11 @@ def gradient_errors(config: TrainConfig, dataset: Any, accelerator: Accelerator)
         error = finite_difference_error(plain, plain.get_parameter(name), tensor, batch) / norms[name].item()
         errors[f"{name}, against finite differences, with {', '.join(sorted(functions))}"] = error
     return errors
+
+
+def make_small(config: GPTConfig, length: int) -> GPTConfig:
+    """Return a config with at most two layers, windows that are shorter than `length` tokens, and no dropout."""
+    return with_short_windows(config.replace(n_layers=min(MAX_LAYERS, config.n_layers), dropout=0.0), length)
 
 
 def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
@@ -100,8 +114,58 @@ def collect_gradients(network: GPTModel) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def build_teacher(config: GPTConfig, batch: dict[str, Tensor]) -> GPTModel:
+    """Build a teacher whose predictions are far from uniform, so that they differ between positions."""
+    teacher = build_perturbed(config, seed=1)
+    teacher.output_weight.mul_(2 / teacher(batch["input_ids"]).logits.std())
+    return teacher
+
+
+def distillation_error(network: GPTModel, batch: dict[str, Tensor]) -> float:
+    """Compare the objective, its gradient and `teacher_kl` with their definition (see TeacherConfig.weight).
+
+    The definition reads the logits of both models. Its cross-entropy is the loss without the teacher, to which a fork
+    may have added terms.
+    """
+    # The arguments of the loss, at which the training step computes it.
+    next_token_loss = network.next_token_loss
+    with patch.object(network, "next_token_loss", side_effect=next_token_loss) as recorded, torch.no_grad():
+        compute_loss(network, batch)
+    (hidden_BTC, weight_VC, labels_BT, *_), other_targets = recorded.call_args_list[0]
+    hidden_BTC = hidden_BTC.requires_grad_()
+    objective, metrics = next_token_loss(hidden_BTC, weight_VC, labels_BT, 1.0, **other_targets)
+
+    # The definition, row by row: the logits at position t predict label t + 1.
+    assert network.teacher is not None
+    weight, temperature = network.teacher.weight, network.teacher.temperature
+    divergence = torch.zeros_like(objective)
+    for row, (hidden_TC, labels_T) in enumerate(zip(hidden_BTC, labels_BT, strict=True)):
+        inputs = {name: batch[name][row : row + 1] for name in ("input_ids", "position_ids") if name in batch}
+        is_target = labels_T[1:] != -100
+        logits = soft_cap(hidden_TC @ weight_VC.T, network.config.logit_softcap)[:-1][is_target]
+        log_q = (logits / temperature).log_softmax(-1)
+        log_p = (network.teacher.model(**inputs).logits[0, :-1][is_target] / temperature).log_softmax(-1)
+        divergence = divergence + (log_p.exp() * (log_p - log_q)).sum()
+    of_teacher = {"teacher_NV", "teacher_weight", "temperature"}
+    without_teacher = {name: value for name, value in other_targets.items() if name not in of_teacher}
+    loss, _ = next_token_loss(hidden_BTC, weight_VC, labels_BT, 1.0, **without_teacher)
+    expected = (1 - weight) * loss + weight * temperature**2 * divergence
+
+    gradient, expected_gradient = (torch.autograd.grad(value, hidden_BTC)[0] for value in (objective, expected))
+    logged, _ = metrics.get("teacher_kl", (torch.inf, 1))
+    ratios = logged / divergence, objective / expected
+    gradient_error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+    return max(gradient_error.item(), *(abs(ratio.item() - 1) for ratio in ratios))
+
+
 def train_gradients(
-    network: GPTModel, config: TrainConfig, batch: dict[str, Tensor], accelerator: Accelerator, smallest_chunks: bool
+    network: GPTModel,
+    teacher: GPTModel | None,
+    config: TrainConfig,
+    batch: dict[str, Tensor],
+    accelerator: Accelerator,
+    smallest_chunks: bool,
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute the loss and its gradient as a run with these settings does; the network is modified.
 
@@ -111,6 +175,8 @@ def train_gradients(
     onednn = (smallest_chunks and cpu_kernels.HAS_ONEDNN) or cpu_kernels.mkl_is_slow()
     with patch.object(cpu_kernels, "mkl_is_slow", lambda: onednn):
         prepare_network(network, config, accelerator.device)
+        if teacher:
+            add_teacher(network, teacher, config, accelerator.device)
     batch = {name: rows.to(accelerator.device) for name, rows in batch.items()}
     scale = loss_scale(accelerator.mixed_precision, 0, skipped=0)
     with patch.dict(CHUNK_BYTES, dict.fromkeys(CHUNK_BYTES, 0) if smallest_chunks else {}):

@@ -277,7 +277,9 @@ class Verification:
 
     def equals_autograd(self) -> Result:
         """Compare the gradient with autograd of plain operations in float64."""
-        errors = gradient_errors(self.config, self.corpus.train, self.accelerator)
+        teacher = self.models.teacher
+        teacher_config = teacher.model.config if teacher else None
+        errors = gradient_errors(self.config, self.corpus.train, self.accelerator, teacher_config)
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
         # In bfloat16 the router of a mixture of experts routes about one token of a hundred to another expert.
         tolerance = 1e-3 if self.accelerator.mixed_precision == "no" else 0.2

@@ -250,7 +250,7 @@ class TrackingConfig(Settings):
 
 
 class TrainConfig(Settings):
-    """The settings of one training run. Together with the launch (device, precision, processes) they determine it."""
+    """The settings of one training run. The top of train.py says what else a run depends on."""
 
     name: str | None = None
     """Name of the run; its directory is <out_dir>/<name>/. null: the last config file's name without its suffix."""

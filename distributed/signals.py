@@ -63,7 +63,7 @@ class StopSignal:
             signal.signal(number, self._receive)
 
     def requested(self) -> bool:
-        """Return whether this process shall stop after this step."""
+        """Return whether this process should stop after this step."""
         if launcher_is_gone():
             StopSignal.received = True
         return self.received

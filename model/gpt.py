@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from model.attention import Mask, attention, attention_masks, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerativeModel, KVCache
-from model.loss import NextTokenLoss, soft_cap
+from model.loss import MetricSums, NextTokenLoss, soft_cap
 from model.seeds import derive_seed
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, see rope_tables
@@ -134,15 +134,15 @@ class BlockOutput(NamedTuple):
     Attributes:
         x_BTC: the residual stream.
         auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the positions of the
-            micro-batch, multiplied by its weight; NextTokenLoss adds it to the loss of every target.
+            micro-batch, multiplied by its weight; it is added to the loss of every target, so once to their mean.
         metrics: auxiliary metrics {name: (sum, count)}, detached.
     """
 
     x_BTC: Tensor
     auxiliary: dict[str, Tensor]
-    metrics: dict[str, tuple[Tensor, Tensor]]
+    metrics: MetricSums
 
-    def add_to(self, auxiliary: dict[str, Tensor], metrics: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    def add_to(self, auxiliary: dict[str, Tensor], metrics: MetricSums) -> Tensor:
         """Add the terms and metrics to those of the same name of other blocks, and return the residual stream."""
         for name, term in self.auxiliary.items():
             auxiliary[name] = auxiliary[name] + term if name in auxiliary else term
@@ -184,7 +184,7 @@ class Output(NamedTuple):
 
     logits: Tensor | None
     loss: Tensor | None
-    metrics: dict[str, tuple[Tensor, Tensor]]
+    metrics: MetricSums
 
 
 class Teacher:
@@ -211,23 +211,23 @@ class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Attributes:
-        teacher: gives the soft targets of distillation, in evaluations too, which log the divergence from it; None
-            without one. It is not saved: train.py attaches it again.
+        teacher: provides the targets of distillation, in training and in evaluations, which log the divergence from it;
+            None without one. It is not saved: train.py attaches it again.
         windows: the window of sliding-window attention of each block; None: full attention.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
     """
 
-    _no_split_modules = ["Block"]  # Accelerate's FSDP2 shards each of these as a unit
+    # Accelerate's FSDP2 shards each of these as a unit, unless the launch file names others.
+    _no_split_modules = ["Block"]
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         problems = config.problems()
-        if config.vocab_size is None:
+        if config.vocab_size is None:  # allowed in a config until the tokenizer is known
             problems = [*problems, "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"]
-            raise ValueError("\n".join(problems))
-        if problems:
+        if problems or config.vocab_size is None:
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
@@ -265,9 +265,9 @@ class GPTModel(GenerativeModel):
 
         The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
-        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is in the row of its name; an nn.Linear
-        or nn.Embedding of another name is drawn with std 0.02. Parameters of other modules keep the values that their
-        module gave them.
+        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is initialised like the row with its
+        name; an nn.Linear or nn.Embedding of another name with std 0.02. Parameters of other modules keep the values
+        that their module gave them.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -305,15 +305,15 @@ class GPTModel(GenerativeModel):
         Args:
             input_ids: tokens, int64 [B, T].
             attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
-                shifts the tokens. Omit it if there is no padding: the host waits for the GPU to check that.
+                shifts the tokens. Omit it without padding: to find out whether it has a 0, the host waits for the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
                 `labels`, none with them, because logits are by far the largest tensor of a training step.
-            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Every
-                document begins with an end-of-text token, so the only target across a boundary is the end of a
-                document. Not supported together with `attention_mask`.
+            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. The last
+                token of a document predicts the first of the next one, an end-of-text token, which is right. Not
+                supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
@@ -347,10 +347,10 @@ class GPTModel(GenerativeModel):
             x_BTC = x_BTC + self.position_embedding(positions)
         x_BTC = self.dropout(x_BTC)
 
-        # Run the blocks. A fork adds its auxiliary losses to `auxiliary`, {name: mean over the micro-batch, 0-dim,
-        # multiplied by its weight} (docs/forking.md).
+        # Run the blocks. Blocks that return a BlockOutput fill `auxiliary` and `metrics`; a fork may also add terms
+        # here, in the form that BlockOutput describes.
         auxiliary: dict[str, Tensor] = {}
-        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+        metrics: MetricSums = {}
         for index, block in enumerate(self.blocks):
             output = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
             x_BTC = output.add_to(auxiliary, metrics) if isinstance(output, BlockOutput) else output
@@ -363,7 +363,7 @@ class GPTModel(GenerativeModel):
             loss, loss_metrics = self.next_token_loss(
                 x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **teacher_targets
             )
-            metrics = loss_metrics | metrics  # a block may report a metric instead of the loss
+            metrics = loss_metrics | metrics  # of equal names, that of a block wins
 
         # Compute the logits of the last positions, if they are requested.
         if labels is None or logits_to_keep is not None:

@@ -50,7 +50,7 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
 
 
 def count_targets(labels_BT: Tensor) -> Tensor:
-    """Return the number of targets, 0-dim int64: labels other than -100, but never the label at position 0."""
+    """Return the number of targets, 0-dim int64: labels other than -100, except the first, which nothing predicts."""
     return (labels_BT[:, 1:] != -100).sum()
 
 
@@ -62,9 +62,9 @@ class Targets(NamedTuple):
     """
 
     tokens_N: Tensor
-    """int64, -100 where ignored."""
+    """The next token of each position, int64, -100 where ignored."""
     teacher_NV: Tensor | None = None
-    """Logits of a teacher."""
+    """Logits of a teacher, which `teacher_weight` and `temperature` mix into the objective."""
     teacher_weight: float = 0.0
     temperature: float = 1.0
 
@@ -75,7 +75,7 @@ class Targets(NamedTuple):
 
 
 def objective_of_logits(logits_NV: Tensor, targets: Targets, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `loss_of_logits`. With a teacher, mix it with the divergence of the model from the teacher.
+    """Compute `loss_of_logits`, mixed with the KL divergence from the teacher's distributions if there is a teacher.
 
     With a teacher the objective is (1 - weight) loss + weight temperature^2 KL(teacher || model). Both distributions
     are at `temperature`, and the factor temperature^2 keeps the size of the gradient (Hinton et al. 2015,

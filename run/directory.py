@@ -22,7 +22,7 @@ from config.schema import TrainConfig
 from config.stored_settings import read_settings
 from data.sampler import BatchSizes
 from run.metrics_log import read_newest_row, read_rows
-from storage.files import flush_to_disk, lock, write_atomically
+from storage.files import flush_to_disk, lock, open_no_link, write_atomically
 from storage.json_objects import from_json, parse_object
 
 LOCK_FILE = ".lock"
@@ -180,7 +180,7 @@ class Run:
                 write_atomically(file, text)
             except OSError:
                 # A full disk has no room for a second file, but the existing file has its block.
-                with open(file, "rb+", buffering=0) as opened:
+                with open(file, "rb+", buffering=0, opener=open_no_link) as opened:
                     opened.write(text.encode())
                     opened.truncate()
                     flush_to_disk(opened.fileno())
@@ -208,7 +208,7 @@ class Run:
         """
         self.unlock()
         self.path.mkdir(parents=True, exist_ok=True)
-        file = open(self.path / LOCK_FILE, "w")  # noqa: SIM115 - open while it is locked
+        file = open(self.path / LOCK_FILE, "a", opener=open_no_link)  # noqa: SIM115 - open while it is locked
         os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
         with suppress(FileNotFoundError):  # another training that starts afresh has just moved the directory aside
             if lock(file) and os.path.samefile(file.fileno(), self.path / LOCK_FILE):
@@ -231,7 +231,7 @@ class Run:
         """Return whether a process, on any machine, is training in this directory."""
         if not (file := self.path / LOCK_FILE).exists():
             return False
-        with open(file, "a") as opened:
+        with open(file, "a", opener=open_no_link) as opened:
             return not lock(opened)
 
     def _rows(self, name: str, read=read_rows) -> list[dict[str, Any]]:

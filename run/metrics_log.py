@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from storage.files import flush_to_disk, write_atomically
+from storage.files import flush_to_disk, open_no_link, write_atomically
 from storage.json_objects import parse_object
 
 TAIL_BYTES = 2**16  # longer than almost any row
@@ -55,7 +55,7 @@ class RowWriter:
 
     def __init__(self, path: Path):
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = open_no_link(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._unwritten = b""
         self._lock = threading.Lock()  # rows are logged while a checkpoint is written in the background
 

@@ -21,7 +21,7 @@ from run.resume import resumed_settings, with_stored_model
 NOT_FROM_INITIAL_MODEL = {"dropout"}
 
 
-class GivenModels(NamedTuple):
+class PretrainedModels(NamedTuple):
     """The models that settings name."""
 
     initial: LoadedModel | None
@@ -35,14 +35,14 @@ class Resolved(NamedTuple):
 
     config: TrainConfig
     corpus: Corpus
-    models: GivenModels
+    models: PretrainedModels
 
 
 def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
-    """Fill in settings from the run directory, the given models, the corpus and the launch.
+    """Fill in settings from the run directory, the pretrained models, the corpus and the launch.
 
     Called by every process; nothing is written. Raise ConfigError if the settings contradict each other, the run, the
-    given models or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
+    pretrained models or the corpus. Without `run`, as for tools.plan and verify.py, no run is resumed.
     """
     # The run that is resumed, else the checkpoint of a branch, decides what the data are.
     stored = resumed_settings(run, config) if run else None
@@ -74,7 +74,7 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
     check_consistent(config)  # again, with the settings that are now filled in
     config, teacher = load_teacher(config, corpus) if config.teacher.path is not None else (config, None)
-    return Resolved(config, corpus, GivenModels(initial, teacher))
+    return Resolved(config, corpus, PretrainedModels(initial, teacher))
 
 
 def check_consistent(config: TrainConfig) -> None:

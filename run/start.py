@@ -24,11 +24,11 @@ from model.gpt import build_on_meta_device
 from run.directory import LOCK_FILE, Branch, Run, Status
 from run.metrics_log import truncate_after_step
 from run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
-from storage.files import folder_written_atomically, move_aside, write_atomically
+from storage.files import folder_written_atomically, move_aside, open_no_link, write_atomically
 
 
 def check_run(run: Run, config: TrainConfig) -> None:
-    """Raise ConfigError if the directory cannot be written, or there is no `branch_from` for a new run.
+    """Raise ConfigError if the directory cannot be written or has links, or there is no `branch_from` for a new run.
 
     Every process calls it before the process group exists; nothing is written.
     """
@@ -42,6 +42,9 @@ def check_run(run: Run, config: TrainConfig) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(f"out_dir: {config.out_dir!r}: cannot write in {existing}: {error.strerror}") from None
+    if links := [path for path in run.path.glob("*") if path.is_symlink()]:
+        problem = f"{links[0]} is a link to {os.readlink(links[0])}, but a run writes only into its own folder"
+        raise ConfigError(f"name: {problem}; put the content here, or remove the link")
     is_new = resumed_settings(run, config) is None
     if is_new and config.branch_from is not None and not os.path.isdir(config.branch_from):
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
@@ -139,7 +142,7 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
     if start.checkpoint and start.checkpoint.parent != run.checkpoints:  # the run is a branch
         parent, digest = start.checkpoint.resolve().parent.parent, start.metrics.get("state/digest")
         row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
-    with open(run.path / "sessions.jsonl", "a") as file:
+    with open(run.path / "sessions.jsonl", "a", opener=open_no_link) as file:
         file.write(json.dumps(row) + "\n")
     run.write_status(Status("running", start.step))
     return start

@@ -20,6 +20,7 @@ from distributed.signals import Preempted
 from model.hf import get_family
 from run.directory import Run
 from run.metrics_log import read_rows
+from storage.files import write_atomically
 from storage.json_objects import finite_or_null
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
@@ -147,7 +148,7 @@ class WandbRun:
         id_file = directory / "wandb" / "run_id"
         if not id_file.exists():
             id_file.parent.mkdir(exist_ok=True)
-            id_file.write_text(uuid4().hex)
+            write_atomically(id_file, uuid4().hex)
         # By default W&B stages uploads, such as tables, in the user's home directory.
         os.environ.setdefault("WANDB_DATA_DIR", str(id_file.parent.resolve()))
         self.run = wandb.init(

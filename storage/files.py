@@ -27,12 +27,18 @@ def write_atomically(path: Path, content: str | bytes, several_writers: bool = F
     """
     process = f".{socket.gethostname()}-{os.getpid()}" if several_writers else ""
     temporary = path.with_name(f"{path.name}{process}.tmp")
-    with open(temporary, "wb") as file:
+    temporary.unlink(missing_ok=True)  # of a killed process, or a link in a folder that somebody else made
+    with open(temporary, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         flush_to_disk(file.fileno())
     os.replace(temporary, path)
     fsync(path.parent)
+
+
+def open_no_link(path: str | Path, flags: int) -> int:
+    """Open a file, as `opener` of `open`; raise OSError if it is a link, which may lead out of a stranger's folder."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_once(path: Path, content: bytes) -> Path:
@@ -47,6 +53,8 @@ def write_once(path: Path, content: bytes) -> Path:
 def folder_written_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of a folder to create and fill, which is renamed to `path` at the end."""
     temporary = path.with_name(path.name + ".tmp")
+    if temporary.is_symlink():
+        temporary.unlink()
     shutil.rmtree(temporary, ignore_errors=True)
     yield temporary
     for written in (*temporary.iterdir(), temporary):
@@ -125,7 +133,7 @@ def lock(file: TextIO, wait: bool = False) -> bool:
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Create a folder in `parent`, and remove it afterwards; first remove those of processes that were killed."""
     for leftover in parent.glob(f"{prefix}*/{LOCK_NAME}"):
-        with suppress(OSError), open(leftover, "a") as file:  # another user's, or just removed
+        with suppress(OSError), open(leftover, "a", opener=open_no_link) as file:  # another user's, or just removed
             if lock(file) and os.environ.get(WITHOUT_LOCKS) != "1":
                 shutil.rmtree(leftover.parent, ignore_errors=True)
     with (

@@ -363,7 +363,6 @@ def test_readme_shows_diffs_between_examples():
     for before, after in (("gpt_allreduce.py", "gpt_ddp.py"), ("gpt_ddp.py", "gpt_accelerate.py")):
         lines = [(EXAMPLES / name).read_text().splitlines(keepends=True) for name in (before, after)]
         expected.append("".join(difflib.unified_diff(*lines, before, after, n=0)))
-        assert len([line for line in expected[-1].splitlines() if line[0] in "+-"]) < 32
     assert blocks == expected
 
 
@@ -515,20 +514,6 @@ def test_dead_rank_ends_all_ranks(rung, digits):
         time.sleep(0.1)
 
 
-def test_example_scripts_are_short_and_documented():
-    for rung in RUNGS:
-        text = (EXAMPLES / f"{rung}.py").read_text()
-        assert len(text.splitlines()) < 150
-        imported = set(re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE))
-        inside = {name for name in imported if (ROOT / name.split(".")[0]).exists() or (ROOT / f"{name}.py").exists()}
-        assert inside <= {"model.config", "model.gpt", "examples", "examples.common"}
-        module, output = importlib.import_module(f"examples.{rung}"), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-            patch.setattr(sys, "argv", [rung, "--help"])
-            module.main()
-        assert module.__doc__.strip() in output.getvalue() and "--ranks" in output.getvalue()
-
-
 def test_readme_python_prints_the_shown_output():
     code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
     output = io.StringIO()
@@ -536,14 +521,3 @@ def test_readme_python_prints_the_shown_output():
         exec(code, {})
     assert output.getvalue() == printed
     assert "unequal, weighted by rows: relative error 0%" in printed and "divided twice: relative error 50%" in printed
-
-
-def test_notebook_has_outputs_and_no_machine_paths():
-    """tests/test_other_tools.py runs it."""
-    text = (ROOT / "examples" / "quickstart.ipynb").read_text()
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [output for cell in cells for output in cell["outputs"]]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    assert not [output for output in outputs if output["output_type"] == "error"]
-    assert not re.search(r"/(root|home|work|tmp)/", text) and "Training finished." in text

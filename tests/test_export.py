@@ -21,7 +21,7 @@ from model.hf import to_transformers
 from pretrained import export
 from pretrained.export import ExportConfig
 from pretrained.load import LoadedModel, load_run
-from tests.conftest import TINY_STORIES, metrics, python, tensors, train
+from tests.conftest import TINY_STORIES, metrics, tensors, train
 from tests.data.prepare.test_prepare import make
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
@@ -127,28 +127,6 @@ def test_average_exports_mean_of_newest_checkpoints(runs, tmp_path):
         exported(runs / "gpt2", tmp_path / "other", average=9)
     with pytest.raises(ConfigError, match="checkpoint: 'best', but average takes the newest ones; leave it out"):
         exported(runs / "gpt2", tmp_path / "other", average=2, checkpoint="best")
-
-
-def test_average_skips_checkpoint_removed_while_read(runs, tmp_path, monkeypatch, capsys):
-    run = shutil.copytree(runs / "gpt2", tmp_path / "run")
-    for step in (1, 2, 3, 4):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    load = export.load_model_from_checkpoint
-
-    def load_one(directory, *others):
-        if directory.name == "step-00000007":
-            shutil.rmtree(directory)
-        return load(directory, *others)
-
-    monkeypatch.setattr(export, "load_model_from_checkpoint", load_one)
-    state = load_run(exported(run, tmp_path / "out", average=3)).model.state_dict()
-    assert f"Checkpoint skipped: {run / 'checkpoints' / 'step-00000007'}: " in capsys.readouterr().err
-    states = [load_run(run / "checkpoints" / f"step-{step:08d}").model.state_dict() for step in (8, 6, 5)]
-    for name, tensor in state.items():
-        torch.testing.assert_close(tensor, torch.stack([other[name] for other in states]).mean(0))
-    shutil.rmtree(run / "checkpoints" / "step-00000005")
-    with pytest.raises(ConfigError, match="average: 3 needs .* has 2; use"):
-        exported(run, tmp_path / "too_few", average=3)
 
 
 def test_average_skips_damaged_checkpoint(runs, tmp_path):
@@ -363,7 +341,3 @@ def test_export_pushes_to_the_hub(runs, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="is complete, but the upload to 'nobody/here' failed: 401"):
         exported(runs / "gpt2", tmp_path / "again", push="nobody/here")
     assert (tmp_path / "again" / "config.json").exists()
-
-
-def test_export_script_parses_settings(runs, tmp_path):
-    assert f"The model is in {tmp_path}/out." in python(f"python export.py {runs}/qwen3 {tmp_path}/out").stdout

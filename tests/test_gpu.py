@@ -21,7 +21,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import NextTokenLoss
 from run.directory import Run
-from run.resolve import GivenModels
+from run.resolve import PretrainedModels
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
 from tests.distributed.test_sharding import launcher_environment
 from train import build_state, train_step, warm_up
@@ -218,7 +218,7 @@ def test_step_does_not_synchronise(runs):
     config = parse_config([*RUN, "--out_dir", str(runs)])
     corpus = load_corpus(config)
     config = corpus.fill_in(config)
-    state = build_state(config, Run.from_config(config), Accelerator(), GivenModels(None, None))
+    state = build_state(config, Run.from_config(config), Accelerator(), PretrainedModels(None, None))
     loader = BatchLoader(corpus.train, corpus.global_batches(config), config.micro_batch_size, GPU)
     batches = [loader.load(step) for step in range(6)]
     warm_up(state, batches[0][0])

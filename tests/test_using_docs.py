@@ -9,13 +9,14 @@ import re
 import pytest
 
 from data.synthetic.stories import STORIES
-from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, commands, python, train
+from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 from tests.support.story_endings import QUESTIONS, make_questions
 
 TEXT = "To be, or not to be? That is the question.\n" * 60
 
 
 USING, EVALUATION = (commands((ROOT / "docs" / page).read_text()) for page in ("using.md", "evaluation.md"))
+assert len(USING) >= 7 and len(EVALUATION) >= 6
 SHORT = "--steps 2 --schedule.warmup_steps 1 --seq_len 32 --global_batch_size 2 --micro_batch_size 2"
 SHORT += " --tracking.wandb disabled"  # which takes longer than the training
 
@@ -61,12 +62,6 @@ def test_command_of_evaluation_page_works(command, folder):
     if "evaluate.py" in command:
         run = folder / re.search(r"runs/\w+", command)[0]
         assert '"val/loss": ' in done.stdout and (run / "evaluation.json").exists()
-
-
-def test_commands_of_using_pages_are_found():
-    programs = [command.split()[0].split("/")[-1] for command in EVALUATION[3:]]
-    assert len(USING) >= 7 and programs == ["python3", "pip", "lm_eval"]
-    assert str(CPU_LAUNCH.relative_to(ROOT)) in EVALUATION[1]
 
 
 def test_grammar_accepts_only_the_right_ending():

@@ -116,20 +116,24 @@ def test_verify_refuses_indivisible_global_batch(monkeypatch):
         parse_short_run(["--config", str(ROOT / "configs" / "lab.yaml")])
 
 
-@pytest.mark.slow
-def test_verify_passes_with_several_threads(runs):
-    """With one thread per core: the number of threads of a sum changes its bits, and so does the chunked loss."""
-    of_a_user = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    words = [*TINY_STORIES, "--global_batch_size", "2", "--chunked_loss", "true", "--out_dir", str(runs)]
-    done = forked.run("verify.py", words, 1, of_a_user)
-    assert results(done.stdout)[CHECKS[-1]] == "PASS", done.stdout + done.stderr
+PASSES = {
+    "a thread for each core": "--global_batch_size 2 --chunked_loss true",  # their number changes the bits of sums
+    "fp16 with loss scaling": "--global_batch_size 2 --on_nonfinite skip",
+    "EMA and Muon": "--evaluation.ema_decay 0.9 --optimizer.name muon",
+    "batch warm-up": "--schedule.batch_warmup_from 2 --schedule.batch_warmup_steps 4",
+    "batch warm-up on two processes": "--schedule.batch_warmup_from 2 --schedule.batch_warmup_steps 4",
+}
 
 
 @pytest.mark.slow
-def test_verify_passes_in_fp16_with_loss_scaling(runs):
-    words = [*TINY_STORIES, "--global_batch_size", "2", "--on_nonfinite", "skip", "--out_dir", str(runs)]
-    done = forked.run("verify.py", words, 1, environment(ACCELERATE_MIXED_PRECISION="fp16"))
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("name", PASSES)
+def test_verify_passes(name, runs):
+    env = environment(ACCELERATE_MIXED_PRECISION="fp16" if "fp16" in name else "no")
+    if "thread" in name:
+        del env["OMP_NUM_THREADS"]
+    words = [*TINY_STORIES, *PASSES[name].split(), "--out_dir", str(runs)]
+    done = forked.run("verify.py", words, 2 if "processes" in name else 1, env)
+    assert done.returncode == 0 and results(done.stdout)[CHECKS[-1]] == "PASS", done.stdout + done.stderr
 
 
 def test_mutations_apply_to_current_code():
@@ -153,10 +157,8 @@ def verify_command(out_dir, *words):
     return ["verify.py", *TINY_STORIES, "--out_dir", str(out_dir), *words]
 
 
-def verify_a_fork(out_dir, file):
-    """Verify a fork: a Python number in the optimizer's state, an added parameter, and a check that raises."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir)
+def make_a_fork():
+    """A fork: a Python number in the optimizer's state, an added parameter, and a check that raises."""
 
     class CountingSGD(torch.optim.SGD):
         def step(self, closure=None):
@@ -178,19 +180,25 @@ def verify_a_fork(out_dir, file):
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
     verification.GlobalBatches = {}.__getitem__
+
+
+def verify_edited(edit, file, words):
+    """Run verify.py after an edit of its code, with its output in a file."""
+    sys.stdout, sys.argv = open(file, "w"), words
+    edit()
     scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
-def in_a_fork(verify, out_dir, file, *words):
-    """Return the output and the exit code of a function in a fork."""
-    process = forked.server.Process(target=verify, args=(out_dir, file, *words))
+def in_a_fork(edit, out_dir, file, *words):
+    """Return the output and the exit code of verify.py after an edit of its code."""
+    process = forked.server.Process(target=verify_edited, args=(edit, file, verify_command(out_dir, *words)))
     process.start()
     process.join(300)
     return file.read_text(), process.exitcode
 
 
 def test_checks_are_independent_and_give_reasons(runs, tmp_path):
-    output, exit_code = in_a_fork(verify_a_fork, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(make_a_fork, runs, tmp_path / "out")
     words = "FAIL SKIP SKIP PASS PASS PASS PASS FAIL PASS SKIP FAIL FAIL FAIL FAIL".split()
     assert results(output) == dict(zip(CHECKS, words, strict=True)), output
     assert exit_code == 1
@@ -221,10 +229,8 @@ def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
         verification.main(SimpleNamespace(steps=6))
 
 
-def verify_unsaved_mean(out_dir, file):
-    """Verify a fork that evaluates a mean of the weights that no checkpoint holds."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir)
+def keep_an_unsaved_mean():
+    """A fork that evaluates a mean of the weights that no checkpoint holds."""
     evaluate, evaluations = train.evaluate, []
 
     def evaluate_twice(*arguments):
@@ -233,12 +239,11 @@ def verify_unsaved_mean(out_dir, file):
 
     train.evaluate = evaluate_twice
     verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 @pytest.mark.slow
 def test_verify_finds_metric_changed_by_resume(runs, tmp_path):
-    output, exit_code = in_a_fork(verify_unsaved_mean, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(keep_an_unsaved_mean, runs, tmp_path / "out")
     assert results(output) == {"resuming is bitwise": "FAIL"} and exit_code == 1, output
     figure = "0 of 148 weights and moments differ after 6 steps, but logged metrics differ: ema/loss\n"
     assert output.endswith(figure), output
@@ -277,26 +282,21 @@ def test_bad_settings_are_refused(runs):
     assert done.returncode == 1 and done.stderr.count("verify.py: error:") == 1
 
 
-def verify_short_rows(out_dir, file):
-    """Verify a fork with rows of half the length, which counts twice the tokens that it trains on."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir)
+def shorten_rows():
+    """A fork with rows of half the length, which counts twice the tokens that it trains on."""
     arrays = StoriesDataset.arrays
     StoriesDataset.arrays = lambda self, indices: {n: rows[:, :64] for n, rows in arrays(self, indices).items()}
     name = "gradient = hand-written all-reduce"
     verification.Verification.checks = lambda self: {name: partial(self.equals_training_without_ddp, all_reduce=True)}
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def test_verify_finds_rows_of_wrong_length(runs, tmp_path):
-    output, exit_code = in_a_fork(verify_short_rows, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(shorten_rows, runs, tmp_path / "out")
     assert "train/tokens within 1.0e+00" in output and exit_code == 1, output
 
 
-def verify_short_start(out_dir, file):
-    """Verify a fork with half of each sequence in the first three steps, cut and counted where forking.md says."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir)
+def shorten_first_rows():
+    """A fork with half of each sequence in the first three steps, cut and counted where forking.md says."""
     load, count = StepDataset.__getitem__, BatchSizes.tokens_before
 
     def cut(self, step):
@@ -306,19 +306,16 @@ def verify_short_start(out_dir, file):
         return count(self, step, seq_len) - 64 * self.sequences_before(min(step, 3))
 
     StepDataset.__getitem__, BatchSizes.tokens_before = cut, count_cut
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def test_verify_passes_with_shorter_sequences_in_first_steps(runs, tmp_path):
-    output, exit_code = in_a_fork(verify_short_start, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(shorten_first_rows, runs, tmp_path / "out")
     words = ["SKIP" if name.startswith("replicas") else "PASS" for name in CHECKS]
     assert results(output) == dict(zip(CHECKS, words, strict=True)) and exit_code == 0, output
 
 
-def verify_arbitrary_basis(out_dir, file):
-    """Verify an optimizer whose state is not unique, such as eigenvectors, whose sign is arbitrary."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir)
+def keep_an_arbitrary_basis():
+    """An optimizer whose state is not unique, such as eigenvectors, whose sign is arbitrary."""
     sign = 1
 
     class Rotating(torch.optim.SGD):
@@ -332,18 +329,15 @@ def verify_arbitrary_basis(out_dir, file):
     train.build_optimizer = verification.build_optimizer = lambda model, *_: Rotating(model.parameters(), 0.1)
     check = partial(verification.Verification.equals_training_without_ddp, all_reduce=True)
     verification.Verification.checks = lambda self: {"gradient = hand-written all-reduce": partial(check, self)}
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 def test_verify_compares_gradients_not_updates(runs, tmp_path):
-    output, exit_code = in_a_fork(verify_arbitrary_basis, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(keep_an_arbitrary_basis, runs, tmp_path / "out")
     assert results(output) == {"gradient = hand-written all-reduce": "PASS"} and exit_code == 0, output
 
 
-def verify_late_change(out_dir, file, *words):
-    """Verify an optimizer that counts its updates and changes at the 10th."""
-    sys.stdout = open(file, "w")
-    sys.argv = verify_command(out_dir, *words)
+def change_late():
+    """An optimizer that counts its updates and changes at the 10th."""
 
     class Later(torch.optim.SGD):
         _updates = 0
@@ -356,13 +350,12 @@ def verify_late_change(out_dir, file, *words):
 
     train.build_optimizer = verification.build_optimizer = lambda model, *_: Later(model.parameters(), 0.1)
     verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "result"), [((), "PASS"), (("--verify_steps", "12"), "FAIL")])
 def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
-    output, _ = in_a_fork(verify_late_change, runs, tmp_path / "out", *words)
+    output, _ = in_a_fork(change_late, runs, tmp_path / "out", *words)
     assert results(output) == {"resuming is bitwise": result}, output
 
 

@@ -1,4 +1,4 @@
-"""The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step late.
+"""The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step later.
 
 The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
 device computes the next step, and one all-reduce gathers all values of a step. `train_step` and the loop call:

@@ -48,7 +48,15 @@ from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokeniz
 from data.tokenizer import load_tokenizer, token_bytes, wrap_tokenizer_errors
 from distributed.cores import available_cores
 from model.settings import PositiveInt, Settings
-from storage.files import folder_problems, folder_written_atomically, fsync, lock, sha256, write_atomically
+from storage.files import (
+    folder_problems,
+    folder_written_atomically,
+    fsync,
+    lock,
+    open_no_link,
+    sha256,
+    write_atomically,
+)
 
 PROGRAM = "data.prepare"
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
@@ -264,7 +272,7 @@ def prepare(config: PrepareConfig) -> dict:
         raise ConfigError(f"out: {work} is needed for this, but has other files; move it, or name another folder")
     new_folders = [folder for folder in work.parents if not folder.exists()]
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock_file:
+    with open(cache / "lock", "a", opener=open_no_link) as lock_file:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")
         # The tokenizer is the first file that depends on the request.

@@ -28,7 +28,7 @@ KINDS = [
 ]
 
 
-def errors_of(*words, precision="no"):
+def errors_of(*words, precision="no", teacher=None):
     config = parse_config([*TINY_STORIES, *words])
     corpus = load_corpus(config)
     config = corpus.fill_in(config)
@@ -36,7 +36,9 @@ def errors_of(*words, precision="no"):
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, mixed_precision=precision, autocast=autocast
     )
-    return gradient_errors(config, corpus.train, accelerator)
+    return gradient_errors(
+        config, corpus.train, accelerator, None if teacher is None else config.model.replace(**teacher)
+    )
 
 
 def wrong(errors):
@@ -125,6 +127,54 @@ def test_wrong_recomputation_is_found(monkeypatch):
 
     monkeypatch.setattr(training.prepare_model, "checkpointed", recomputed)
     assert wrong(errors_of()).endswith(", with recomputed blocks")
+
+
+TEACHER = {"n_layers": 1, "d_model": 24}
+DISTILLATION = "the objective, against the definition of distillation"
+LEARN = "--teacher.path any --teacher.weight 0.75 --teacher.temperature 2".split()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("teacher", [{}, TEACHER], ids=["same sizes", "others"])
+@pytest.mark.parametrize("words", ["", "--model.logit_softcap 2", "--teacher.weight 0", "--teacher.weight 1"])
+def test_gradient_with_teacher_passes(words, teacher, precision):
+    errors = errors_of(*LEARN, *words.split(), teacher=teacher, precision=precision)
+    assert errors.pop(DISTILLATION) < 1e-12
+    assert max(errors.values()) < (5e-2 if precision == "bf16" else 1e-5)
+
+
+def reverse_rows(monkeypatch):
+    """Let each sequence learn from what the teacher predicts for another one."""
+    targets = gpt.Teacher.targets
+    monkeypatch.setattr(gpt.Teacher, "targets", lambda self, input_ids, *rest: targets(self, input_ids.flip(0), *rest))
+
+
+def drop_teacher(monkeypatch):
+    objective = model.loss.objective_of_logits
+    without = {"teacher_NV": None}
+    monkeypatch.setattr(
+        model.loss,
+        "objective_of_logits",
+        lambda logits, targets, config: objective(logits, targets._replace(**without), config),
+    )
+
+
+def swap_weights(monkeypatch):
+    """Weigh the teacher with 1 - weight."""
+    monkeypatch.setattr(
+        training.prepare_model, "Teacher", lambda model, weight, *rest: SwappedTeacher(model, weight, *rest)
+    )
+
+
+class SwappedTeacher(gpt.Teacher):
+    def targets(self, *inputs):
+        return {**super().targets(*inputs), "teacher_weight": 1 - self.weight}
+
+
+@pytest.mark.parametrize("fault", [reverse_rows, drop_teacher, swap_weights])
+def test_wrong_objective_with_teacher_is_found(fault, monkeypatch):
+    fault(monkeypatch)
+    assert errors_of(*LEARN, teacher=TEACHER)[DISTILLATION] > 0.2
 
 
 class Cube(torch.autograd.Function):

@@ -193,6 +193,22 @@ class ForgetsCache(model.gpt.GPTModel):
         return super().forward(input_ids, cache=cache if input_ids.shape[1] > 1 else None)
 
 
+class WithIdleExpert(model.gpt.GPTModel):
+    """A model with a layer that no token uses, whose bias is as large as the biases of many experts."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.idle = torch.nn.Linear(config.d_model, 400)
+
+    def flops_per_token(self, seq_len):
+        return super().flops_per_token(seq_len) - 6 * sum(weight.numel() for weight in self.idle.parameters())
+
+
+def test_flops_do_not_subtract_biases_of_idle_experts(config, monkeypatch):
+    monkeypatch.setattr(checks, "GPTModel", WithIdleExpert)
+    assert checks.check_flops(config, 128)[0]
+
+
 @pytest.mark.parametrize("seq_len", [2, 3, 16])
 @pytest.mark.parametrize("settings", [{}, {"position": "rope", "zero_init": True}], ids=str)
 def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):

@@ -65,7 +65,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 MODULES = {"export": "pretrained.export"}
 
 
-def run_tool(script, kind, *words, module=None):
+def run_tool(script, kind, *words):
     """Exit code, stdout and stderr of a script."""
     out, err = StringIO(), StringIO()
     before = sys.argv, sys.stdout, sys.stderr
@@ -75,7 +75,7 @@ def run_tool(script, kind, *words, module=None):
         exit_code = (
             data.prepare.prepare.cli()
             if script == "prepare"
-            else scripts.run_script(script, kind, module=module or MODULES.get(script))
+            else scripts.run_script(script, kind, module=MODULES.get(script))
         )
         return exit_code, out.getvalue(), err.getvalue()
     finally:
@@ -160,10 +160,10 @@ SCRIPTS = {
 }
 
 
-def use(script, kind, words, run, folder, out, module=None):
+def use(script, kind, words, run, folder, out):
     """Exit code, output, errors and written files of a script that reads a run."""
     words = words.replace("RUN", str(run)).replace("FOLDER", str(folder)).replace("OUT", str(out)).split()
-    exit_code, output, errors = run_tool(script, kind, *words, module=module)
+    exit_code, output, errors = run_tool(script, kind, *words)
     written = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
     written = {name: content.replace(str(run).encode(), b"RUN") for name, content in written.items()}
     return exit_code, output.replace(str(out), "OUT").replace(str(run), "RUN"), errors, written

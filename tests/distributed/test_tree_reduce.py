@@ -44,6 +44,15 @@ def test_exact_has_bits_of_one_process(processes, single, runs):
     assert_same_run(runs / "run", single, STEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["--tracking.block_stats true", "--data.facts 300 --seq_len 96"])
+def test_exact_run_logs_the_same_on_any_processes(settings, runs):
+    for processes in (0, 2, 4):
+        words = [*EXACT, *settings.split(), "--name", processes]
+        train(*words, "--out_dir", runs, processes=processes)
+    assert metrics(runs / "0") == metrics(runs / "2") == metrics(runs / "4")
+
+
 def test_exact_resumes_on_other_process_counts(single, runs):
     for processes, until, exit_code in [(2, 2, 1), (0, 4, 75), (4, STEPS, 0)]:
         train(*EXACT, "--stop_after", until, "--out_dir", runs, processes=processes, exit_code=exit_code)

@@ -459,10 +459,6 @@ def test_sample_reports_a_diverged_model(temperature, tmp_path):
     assert f"error: run: '{tmp_path}/run': the logits are NaN or infinite; try an earlier" in failed.stderr
 
 
-def test_sample_script_parses_settings(run):
-    assert python(f"python sample.py {run} --checkpoint 3 --max_new_tokens 2").stdout.count("\n") == 2
-
-
 def test_stored_value_out_of_range_is_refused(copy):
     directory, manifest, whole = copy
     manifest.config.update(steps=-3)

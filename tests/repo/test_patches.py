@@ -5,10 +5,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.conftest import CPU_LAUNCH, ROOT, environment, metrics, train
+from tools.trial import TINY
 
 # (name, lines, settings) of every patch in docs/forking.md.
 EXPERIMENTS = re.findall(
@@ -63,6 +65,23 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
         assert done.returncode == 0, done.stdout
         for name, *_ in reversed(order):
             apply(name, tool, directory, "--reverse")
+
+
+SHARED_ROWS = """
+from config.parser import parse_config
+from data.corpus import load_corpus
+words = "--data.source counting --model.vocab_size 50 --seq_len 16 --data.num_samples 200 --evaluation.num_samples 20"
+corpus = load_corpus(parse_config(words.split()))
+train, validation = ([tuple(row["input_ids"].tolist()) for row in rows] for rows in (corpus.train, corpus.validation))
+print(len(train), len(validation), len({*train} & {*validation}))
+"""
+
+
+def test_counting_is_validated_on_other_sequences(tmp_path):
+    copy = copy_of_the_repository(tmp_path / "copy")
+    apply("data_counting", "git", copy)
+    done = subprocess.run([sys.executable, "-c", SHARED_ROWS], cwd=copy, capture_output=True, text=True)
+    assert done.stdout == "200 20 0\n", done.stdout + done.stderr
 
 
 def conflicts_with_first_release(repository):
@@ -134,3 +153,52 @@ def test_patched_repository_trains_resumes_and_is_verified(experiments, tmp_path
     no_family = {"attention_lora", "block_parallel", "mlp_experts", "value_embeddings", "loss_ahead"}
     skipped = 2 if no_family & {name for name, *_ in experiments} else 0
     assert results.count("SKIP") == skipped and len(results) == 14
+
+
+def touches_model(name):
+    return "\n+++ b/model/" in (ROOT / "docs" / "patches" / f"{name}.patch").read_text()
+
+
+OF_MODEL = [(name, settings) for name, _, settings in EXPERIMENTS if touches_model(name)]
+FIRST_STEP = ["--steps", "1", "--schedule.warmup_steps", "0"]
+MORE = {"mlp_experts": "--model.n_experts 8"}  # as many as an experiment would have
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Settings with which a model learns from a trained one, and the first row that it logs without a patch."""
+    out_dir = tmp_path_factory.mktemp("runs")
+    train(*TINY.split(), "--steps", 4, "--out_dir", out_dir, "--name", "teacher")
+    settings = [*TINY.split(), "--teacher.path", str(out_dir / "teacher"), "--teacher.temperature", "2"]
+    settings += ["--chunked_loss", "true", "--model.dropout", "0"]
+    train(*settings, *FIRST_STEP, "--out_dir", out_dir, "--name", "plain")
+    return settings, metrics(out_dir / "plain")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), OF_MODEL, ids=[name for name, _ in OF_MODEL])
+def test_patch_is_verified_beside_other_settings(name, settings, teacher, tmp_path):
+    """With a teacher, a chunked loss and accumulation, on two processes."""
+    copy = copy_of_the_repository(tmp_path / "copy")
+    apply(name, "git", copy)
+    others, plain = teacher
+    words = [*others, *shlex.split(f"{settings} {MORE.get(name, '')}"), "--out_dir", str(tmp_path)]
+    launcher = [
+        Path(sys.executable).parent / "accelerate",
+        "launch",
+        "--config_file",
+        CPU_LAUNCH,
+        "--num_processes",
+        "2",
+    ]
+    command = [*map(str, launcher), "verify.py", *words]
+    done = subprocess.run(command, cwd=copy, env=environment(), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0 and done.stdout.endswith("Everything holds.\n"), done.stdout + done.stderr
+    if name.startswith("loss_"):  # the model is the same, and so is the loss that is logged beside the objective
+        command = [sys.executable, "train.py", *words, "--name", "patched", *FIRST_STEP]
+        done = subprocess.run(command, cwd=copy, env=environment(), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        row = metrics(tmp_path / "patched")[0]
+        for metric in ("train/loss", "train/teacher_kl"):
+            assert row[metric] == pytest.approx(plain[metric], rel=1e-5), metric
+        assert row["train/grad_norm"] != pytest.approx(plain["train/grad_norm"], rel=1e-5)

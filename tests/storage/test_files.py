@@ -1,4 +1,4 @@
-"""File systems without locks or without fsync of folders, such as network file systems."""
+"""Odd file systems, such as those on a network, and folders of somebody else with symbolic links."""
 
 import errno
 import json
@@ -9,6 +9,11 @@ import subprocess
 
 import pytest
 
+from config.errors import ConfigError
+from config.parser import parse_config
+from run.directory import Run, Status
+from run.metrics_log import RowWriter
+from run.start import check_run
 from storage import files
 from storage.files import temporary_folder
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
@@ -144,3 +149,73 @@ def test_temporary_folder_of_killed_process_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("MINI_GPT_WITHOUT_LOCKS", "1")
     with temporary_folder(tmp_path, "speed-"):
         assert len(list(tmp_path.iterdir())) == 3, "without locks it is unknown which processes are alive"
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A file and a folder that nothing may change, and paths that do not exist."""
+    (tmp_path / "outside" / "folder").mkdir(parents=True)
+    (tmp_path / "outside" / "file").write_text("precious")
+    (tmp_path / "outside" / "folder" / "file").write_text("precious")
+    before = sorted((tmp_path / "outside").rglob("*"))
+    yield tmp_path / "outside"
+    assert sorted((tmp_path / "outside").rglob("*")) == before
+    assert all(path.read_text() == "precious" for path in before if path.is_file())
+
+
+@pytest.mark.parametrize("target", ["file", "missing"])
+def test_atomic_writes_do_not_follow_links(tmp_path, outside, target):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("a.json", "a.json.tmp"):
+        (mine / name).symlink_to(outside / target)
+    files.write_atomically(mine / "a.json", "new")
+    assert (mine / "a.json").read_text() == "new" and not (mine / "a.json").is_symlink()
+    (mine / "folder.tmp").symlink_to(outside / ("folder" if target == "file" else target))
+    with files.folder_written_atomically(mine / "folder") as folder:
+        folder.mkdir()
+        (folder / "file").write_text("new")
+    assert (mine / "folder" / "file").read_text() == "new" and {*os.listdir(mine)} == {"a.json", "folder"}
+
+
+@pytest.mark.parametrize("target", ["file", "missing"])
+@pytest.mark.parametrize("name", [".lock", "status.json", "metrics.jsonl", "sessions.jsonl"])
+def test_no_file_of_a_run_is_opened_through_a_link(tmp_path, outside, monkeypatch, target, name):
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / name).symlink_to(outside / target)
+    if name == "status.json":  # written in place if the disk has no room for a second file
+        monkeypatch.setattr("run.directory.write_atomically", lambda *_: open("/nowhere/file"))
+        run.write_status(Status("running", 0))
+    elif name == ".lock":
+        with pytest.raises(OSError, match="symbolic links"):
+            run.lock()
+        assert target == "missing" or pytest.raises(OSError, run.is_locked)
+    else:
+        with pytest.raises(OSError, match="symbolic links"):
+            RowWriter(run.path / name)
+
+
+@pytest.mark.parametrize("name", ["config.yaml.tmp", "metrics.jsonl", "checkpoints", "trace-steps-2-2-rank-0.json"])
+def test_run_with_a_link_is_refused(tmp_path, outside, name):
+    config = parse_config([*TINY_STORIES, "--out_dir", str(tmp_path), "--name", "run"])
+    run = Run.from_config(config)
+    run.path.mkdir()
+    check_run(run, config)
+    link = run.path / name
+    link.symlink_to(outside / ("folder" if name == "checkpoints" else "file"))
+    with pytest.raises(ConfigError, match=f"name: {link} is a link to {os.readlink(link)}, but a run writes only into"):
+        check_run(run, config)
+
+
+def test_run_of_a_stranger_changes_nothing_outside(tmp_path, outside):
+    """The run has links with the names of files that train.py and evaluate.py write."""
+    arguments = [*TINY_STORIES, "--steps", "2", "--out_dir", str(tmp_path), "--name", "run"]
+    train(*arguments)
+    for name in ("evaluation.json", "evaluation.json.tmp"):
+        (tmp_path / "run" / name).symlink_to(outside / "file")
+    train(tmp_path / "run", "--num_samples", "2", script="evaluate.py")
+    assert "val/loss" in json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    (tmp_path / "run" / ".lock").unlink()
+    (tmp_path / "run" / ".lock").symlink_to(outside / "file")
+    assert f"{tmp_path / 'run' / '.lock'} is a link" in train(*arguments, exit_code=2).stderr

@@ -56,16 +56,3 @@ def test_full_stdout_fails_compare(finished):
     done = forked.run("-c", [FULL_STDOUT + RUN_MODULE, *words], 0, environment())
     assert done.returncode == 1
     assert done.stderr.endswith("tools.compare: error: the output cannot be written: No space left on device\n")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "sessions.jsonl"])
-@pytest.mark.parametrize("command", ["tools.replay RUN 2", "tools.compare RUN"])
-def test_unreadable_run_file_is_one_message(command, name, finished, tmp_path):
-    run = shutil.copytree(finished, tmp_path / "run")
-    (run / name).unlink()
-    (run / name).mkdir()
-    tool, *words = command.replace("RUN", str(run)).split()
-    done = forked.run(tool, words, 0, environment())
-    assert done.returncode == 2, done.stdout + done.stderr
-    printed = done.stderr + done.stdout
-    assert "Traceback" not in done.stderr and str(run) in printed and "Is a directory" in printed

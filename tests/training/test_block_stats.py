@@ -58,24 +58,6 @@ def test_activation_rms_covers_the_global_batch(run):
         assert metrics(run)[1][f"layers/activation_rms/{index}"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_exact_block_statistics_equal_on_any_processes(tmp_path):
-    exact = [
-        *SHORT,
-        "--exact",
-        "true",
-        "--global_batch_size",
-        12,
-        "--tracking.block_stats",
-        "true",
-        "--out_dir",
-        tmp_path,
-    ]
-    for processes in (0, 2, 4):
-        train(*exact, "--name", processes, processes=processes)
-    assert metrics(tmp_path / "0") == metrics(tmp_path / "2") == metrics(tmp_path / "4")
-
-
 def recorded(blocks):
     """Statistics of blocks, and an optimizer that updates nothing."""
     optimizer = torch.optim.SGD([*torch.nn.ModuleList(blocks).parameters(), torch.nn.Parameter(torch.ones(1))], lr=0.0)

@@ -212,9 +212,3 @@ def test_sharded_ema_matches_up_to_rounding(kind, averaged, tmp_path):
         torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=1e-5)
     ours, theirs = metrics(tmp_path / "whole" / "run")[-1], metrics(tmp_path / "sharded" / "run")[-1]
     assert ours["val/loss"] == pytest.approx(theirs["val/loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_verify_passes_with_ema_and_muon():
-    output = python("python verify.py --evaluation.ema_decay 0.9 --optimizer.name muon").stdout
-    assert "Everything holds" in output

@@ -193,7 +193,7 @@ def compare(
             effect, half_width = float(found.effects[number]), float(found.half_widths[number])
             row |= {"effect": report.change(effect), "p": float(found.p[number]), "q": float(q[number])}
             row |= {"low": report.change(effect - half_width), "high": report.change(effect + half_width)}
-            row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin)
+            row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin, len(group.values))
             if row["verdict"] == "better" and verdicts.failure_rate(group) > verdicts.failure_rate(against_group):
                 row["verdict"] = "unknown"
         if verdicts.fails_more_often(group, against_group):

@@ -29,7 +29,8 @@ def draw(race: dict[str, Any], path: Path) -> None:
         ideas = [idea for idea in entry["ideas"] if idea["verdict"] is not None]
         loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f} nats/token)"
         rows.append(f"round {entry['round']}, on {'the baseline' if not entry['stack'] else 'the best so far'}{loss}")
-        rows += ideas if entry["round"] == 1 else ideas[:MAX_LATER_IDEAS]
+        measured = [idea for idea in ideas if idea["effect"] is not None]
+        rows += ideas if entry["round"] == 1 else measured[:MAX_LATER_IDEAS]
     ideas = [row for row in rows if isinstance(row, dict)]
     reach = axis_reach(ideas)
     figure = new_figure(11, 1.4 + 0.25 * len(rows))

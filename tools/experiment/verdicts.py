@@ -25,11 +25,14 @@ from scipy import optimize, special, stats
 
 LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
 MIN_BASELINE_RUNS, MIN_RUNS = 4, 2  # before anything is computed
+MIN_RUNS_OF_DISCOVERY = 4  # of an idea: two runs do not show whether it scatters more than others
 # The standard deviation of the mixture over effects, relative to the margin. It tunes for which effects the intervals
 # are shortest, and the rates hold for any value.
 MIXTURE_SCALE = 2.0
 OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next run is chosen
-MAX_PRIOR_FREEDOM = 1000.0  # degrees of freedom of the common variance where the variances do not differ
+# Degrees of freedom of the common variance, at most. Without a limit, intervals of ideas that scatter three times as much
+# as the others are too short.
+MAX_PRIOR_FREEDOM = 6.0
 
 Verdict = Literal["better", "worse", "no gain", "unknown", "failed", "identical"]
 
@@ -186,7 +189,7 @@ def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Findi
     q = q_values(p)
     for number, index in enumerate(measured):
         effect, half_width = float(found.effects[number]), float(found.half_widths[number])
-        verdict = decide(effect, half_width, float(q[index]), margin)
+        verdict = decide(effect, half_width, float(q[index]), margin, len(ideas[index].values))
         if verdict == "better" and failure_rate(ideas[index]) > failure_rate(baseline):
             verdict = "unknown"
         error = float(found.standard_errors[number])
@@ -194,9 +197,9 @@ def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Findi
     return findings
 
 
-def decide(effect: float, half_width: float, q: float, margin: float) -> Verdict:
+def decide(effect: float, half_width: float, q: float, margin: float, num_runs: int) -> Verdict:
     """Return what an effect with an interval says; q is its p-value, corrected for the number of comparisons."""
-    if q <= LEVEL:
+    if q <= LEVEL and num_runs >= MIN_RUNS_OF_DISCOVERY:
         return "better" if effect < 0 else "worse"
     return "no gain" if effect - half_width > -margin else "unknown"
 

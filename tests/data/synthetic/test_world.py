@@ -243,12 +243,3 @@ def test_run_reports_kinds_and_refuses_changed_world(runs):
 def test_invalid_facts_settings_are_refused(runs, settings, message):
     done = train(*TINY_STORIES, "--out_dir", runs, *settings, exit_code=2)
     assert message in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_world_run_is_exact_across_processes(runs, processes):
-    settings = [*TINY_STORIES, *FACTS, "--out_dir", runs, "--exact", "true", "--global_batch_size", 8]
-    for number in (1, processes):
-        train(*settings, "--name", number, processes=number)
-    assert metrics(runs / "1") == metrics(runs / str(processes))

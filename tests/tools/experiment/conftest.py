@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from run.directory import Run
-from tools.experiment import change, confirm, race, report, runs, settings, variant
+from tools.experiment import change, confirm, race, report, runs, settings, variant, verdicts
 from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
 from tools.jobs.launch import Launch
@@ -101,6 +101,8 @@ def main(delivered, words):
     given = {}
     for option, value in zip(words[::2], words[1::2]):
         given |= read(value) if option == "--config" else {option[2:]: parse(value)}
+        if option == "--name":  # a digest such as 1234567e, followed by -0, is a number
+            given["name"] = value
     if unknown := given.keys() - settings.keys():
         sys.exit(f"train.py: error: {min(unknown)} is not a setting")
     settings.update(given)
@@ -251,6 +253,8 @@ def experiments(tmp_path, monkeypatch, capsys):
     # Without site packages Python starts three times as fast, too.
     parse = Launch.parse
     fast = Launch((sys.executable, "-IS"))
+    # With so little noise two runs decide; tests of verdicts.py are in test_verdicts.py.
+    monkeypatch.setattr(verdicts, "MIN_RUNS_OF_DISCOVERY", 2)
     monkeypatch.setattr(Launch, "parse", lambda launch: parse(launch) if launch else fast)
     handlers = {number: signal.getsignal(number) for number in runner.signals_to_catch()}
     yield Experiments(root, lab, capsys)

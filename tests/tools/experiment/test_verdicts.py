@@ -102,10 +102,11 @@ def test_forty_ideas_have_few_false_discoveries(kind):
 
 
 @pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize("kind", ["normal", pytest.param("unequal", marks=MANY)])
 @pytest.mark.parametrize("repetitions", [6, pytest.param(100, marks=MANY)])
-def test_eight_ideas_without_effect(repetitions, late):
-    """Also where half of the ideas join when a third of the runs are trained."""
-    races = simulate(repetitions, [0.0] * 8, 120, late=late)
+def test_eight_ideas_without_effect(repetitions, kind, late):
+    """Also where half of the ideas join after a third of the runs, and where two scatter three times as much."""
+    races = simulate(repetitions, [0.0] * 8, 120, kind=kind, late=late)
     tolerated = 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions)
     assert mean(race.false_discoveries for race in races) <= tolerated
     assert mean(len(race.ever_missed) / 8 for race in races) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / repetitions / 8)
@@ -224,6 +225,14 @@ def test_one_failure_settles_an_idea():
     races = simulate(20, [math.log(0.8)], 48, failing=[0])
     assert {race.findings[0].verdict for race in races if race.ideas[0].failed} == {"failed"}
     assert {race.ideas[0].failed for race in races} <= {0, 1}, "no more runs are spent on it"
+
+
+def test_two_runs_are_no_discovery():
+    """They do not show whether the idea scatters more than the others."""
+    random, number = np.random.default_rng(1), verdicts.MIN_RUNS_OF_DISCOVERY
+    values = random.normal(-0.5, 0.01, number)
+    assert assess(BASE, [group(*values[:-1])], MARGIN)[0].verdict == "unknown"
+    assert assess(BASE, [group(*values)], MARGIN)[0].verdict == "better"
 
 
 def test_first_runs_are_of_all_variants():
