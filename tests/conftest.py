@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
 # Files that take some seconds, the longest first.
-LONGEST = """test_replay test_pages test_gpu_training test_faults test_screen test_comparison test_judge
+LONGEST = """test_replay test_pages test_gpu_training test_faults test_race test_evaluator test_confirm
 test_trackers test_sweep test_directory test_verify test_signals test_examples
 test_odd_machines test_sharding test_init_from test_teacher test_prepare
 test_yaml_files test_environment test_training test_plan test_waits test_stories test_export test_scale test_text

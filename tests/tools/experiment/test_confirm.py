@@ -19,8 +19,10 @@ def seeds(experiments):
 
 
 def test_stack_of_the_newest_race_is_confirmed(experiments):
-    experiments.race(C, A, B)
+    experiments.race("--model.effect_b 0.9")
     raced = {*experiments.started()}
+    experiments.race(C, A, B)
+    raced |= {*experiments.started()}
     found = experiments.confirm()
     assert found["version"] == 1 and found["ideas"] == [A, B, C] and found["compared"] == "excess loss"
     every, two = f"{A} + {B} + {C}", f"{A} + {B}"
