@@ -149,7 +149,7 @@ class Saver(AbstractContextManager):
                         shutil.rmtree(leftover, ignore_errors=True)  # macOS puts files here, too: ._step-00000001
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
-                    if free_bytes < num_bytes:
+                    if 0 < free_bytes < num_bytes:  # 0 where a file system does not know, as Azure's BlobFuse
                         needed = f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free"
                         raise OSError(errno.ENOSPC, needed)
                     temporary.mkdir()
