@@ -3,30 +3,54 @@
 Every session writes them into sessions.jsonl and its checkpoints. Resuming, replaying and comparing runs read them.
 """
 
+import re
+import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-NOT_TRAINING = {"tests", "tools", "docs", "examples"}
+NOT_TRAINING = {"tests", "tools", "docs", "examples", "wandb"}  # W&B's client writes into a folder of its name
+# `from a.b import c` (a) or `import a.b, c` (a.b, c).
+IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([^\n#]+))", re.MULTILINE)
 FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """Return a hash of the Python code under `root` that a run may import, in 12 hexadecimal digits.
-
-    These are the files at the root, and all files in folders with Python files, except NOT_TRAINING; git is not needed.
-    """
-    folders = {file.parent for file in root.glob("[!.]*/[!.]*.py") if file.parent.name not in NOT_TRAINING}
-    files = {*root.glob("[!.]*.py"), *(file for folder in folders for file in folder.rglob("[!.]*.py"))}
+    """Return a hash of the Python code under `root` that a run may import, in 12 hexadecimal digits."""
     digest = sha256()
-    for file in sorted(files):
+    for file, content in sorted(training_code(root).items()):
         digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
-        digest.update(sha256(file.read_bytes()).digest())
+        digest.update(sha256(content).digest())
     return digest.hexdigest()[:12]
+
+
+def training_code(root: Path) -> dict[Path, bytes]:
+    """Read the Python files under `root` that a run may import. Other files, such as new scripts, do not count.
+
+    Imports lead from train.py, and from the script at the root that runs, to files and folders at the root, except
+    NOT_TRAINING. A file in such a folder counts if its name is a word of the code: it may be imported by that name
+    later. git is not needed.
+    """
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    imported = {"train", script.stem} if script.parent == root.resolve() else {"train"}
+    words: set[str] = set()
+    code: dict[Path, bytes] = {}
+    while True:
+        found = {file for name in imported for file in (root / f"{name}.py", *(root / name).rglob("[!.]*.py"))}
+        new = [file for file in found - code.keys() if file.is_file() and (file.parent == root or file.stem in words)]
+        if not new:
+            return code
+        for file in new:
+            code[file] = file.read_bytes()
+            text = code[file].decode(errors="replace")
+            words.update(re.findall(r"\w+", text))
+            for module, modules in IMPORT.findall(text):
+                imported.update(re.findall(r"(?:^|,)\s*(\w+)", module or modules))
+        imported -= NOT_TRAINING
 
 
 def describe_code(facts: Mapping[str, Any]) -> str:

@@ -54,6 +54,8 @@ class Manifest:
     threads: int | None
     """CPU threads of each process, which determine the order of sums; None on a GPU."""
     provenance: dict[str, Any]
+    tokenizer: dict[str, Any] | None = None
+    """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer."""
 
     def write(self, directory: Path) -> None:
         """Write manifest.json into the directory."""

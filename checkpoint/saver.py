@@ -60,6 +60,11 @@ class Saver(AbstractContextManager):
         self.checkpoints, self.config = checkpoints, config.checkpoint
         self.sync_metrics, self.record_progress = sync_metrics, record_progress
         self.facts = {"config": config.model_dump(mode="json"), "provenance": provenance(), **launch_facts(accelerator)}
+        if config.data.source == "text":
+            from data.integrity import read_metadata  # imports pyarrow
+
+            corpus = read_metadata(Path(config.data.corpora[0]).expanduser())  # the tokenizers of a mixture are equal
+            self.facts["tokenizer"] = {name: corpus["tokenizer"][name] for name in ("hash", "end_of_text")}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         # A separate process group, always gloo, keeps the thread's collectives apart from those of training.
         self.group: dist.ProcessGroup | None = None
@@ -144,7 +149,7 @@ class Saver(AbstractContextManager):
                         shutil.rmtree(leftover, ignore_errors=True)  # macOS puts files here, too: ._step-00000001
                     num_bytes = SPARE_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
                     free_bytes = shutil.disk_usage(self.checkpoints).free
-                    if free_bytes < num_bytes:
+                    if 0 < free_bytes < num_bytes:  # 0 where a file system does not know, as Azure's BlobFuse
                         needed = f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free"
                         raise OSError(errno.ENOSPC, needed)
                     temporary.mkdir()

@@ -80,7 +80,7 @@ def load_model_from_checkpoint(directory: Path, manifest: Manifest, weights: str
         raise ConfigError(f"{directory}: {error}") from None
     model = GPTModel(config.model).eval()
     read_weights(directory, manifest, model.state_dict(), weights == "evaluated")
-    return LoadedModel(config, model, load_run_tokenizer(directory, config))
+    return LoadedModel(config, model, load_run_tokenizer(directory, config, manifest.tokenizer))
 
 
 def copy_initial_weights(network: GPTModel, initial: LoadedModel) -> None:

@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from config.errors import ConfigError
 from config.schema import TrainConfig
 from config.stored_settings import USE_ITS_CODE
 from data.corpus import Corpus, load_corpus
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer import END_OF_TEXT, load_tokenizer
 from distributed.world import is_main_process
 
 if TYPE_CHECKING:
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 
-def load_run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of a checkpoint's run, or if it cannot be read, of its corpus; None for random tokens.
+def load_run_tokenizer(
+    directory: Path, config: TrainConfig, recorded: dict[str, Any] | None
+) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a checkpoint's run, or if it cannot be used, of its corpus; None for random tokens.
 
-    Raise ConfigError if neither can be used.
+    For a run on text it must have the `recorded` properties, of the manifest; None: those of an earlier version, which
+    recorded none. Raise ConfigError if neither can be used.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
@@ -43,8 +46,11 @@ def load_run_tokenizer(directory: Path, config: TrainConfig) -> "PreTrainedToken
     for place in filter(Path.exists, places):
         try:
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            found = load_tokenizer(place)[1] if recorded else {}
+            if different := [name for name, value in (recorded or {}).items() if found.get(name) != value]:
+                raise ConfigError(f"it is not the tokenizer that the run was trained with ({different[0]})")
         except Exception as error:  # tokenizers raises nothing more specific
-            problems.append(f"{place} cannot be read: {error}")
+            problems.append(f"{place} cannot be used: {error}")
             continue
         for problem in problems if is_main_process() else ():
             print(f"Tokenizer skipped: {problem}", file=sys.stderr)

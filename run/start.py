@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from model.gpt import build_on_meta_device
 from run.directory import LOCK_FILE, Branch, Run, Status
 from run.metrics_log import truncate_after_step
 from run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
-from storage.files import folder_written_atomically, move_aside, open_no_link, write_atomically
+from storage.files import copy_contents, folder_written_atomically, move_aside, open_no_link, write_atomically
 
 
 def check_run(run: Run, config: TrainConfig) -> None:
@@ -131,7 +130,7 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         tokenizers = [corpus / "tokenizer" for corpus in corpora]
         with_template = [folder for folder in tokenizers if (folder / "chat_template.jinja").exists()]
         with folder_written_atomically(run.path / "tokenizer") as folder:
-            shutil.copytree((with_template or tokenizers)[0], folder)
+            copy_contents((with_template or tokenizers)[0], folder)
 
     # Append the row of this session, which names a file with the uncommitted changes of the code.
     patch_name = None

@@ -80,6 +80,15 @@ def folder_problems(name: str) -> list[str]:
     return [f"{name!r} is not a directory"]
 
 
+def copy_contents(source: Path, folder: Path) -> None:
+    """Copy a folder without modes and times, which cannot be set on some network file systems (EPERM)."""
+    for path in (source, *sorted(source.rglob("*"))):
+        if path.is_dir():
+            (folder / path.relative_to(source)).mkdir()
+        else:
+            shutil.copyfile(path, folder / path.relative_to(source))
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or the names in a folder if the file system can, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

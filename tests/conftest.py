@@ -1,11 +1,13 @@
 """Shared by all tests: run the real train.py in real processes, and read the files that it writes."""
 
+import gc
 import json
 import locale
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -188,6 +190,13 @@ def train_state(model, optimizer, skipped: tuple[int, int] = (0, 0)) -> SimpleNa
     return SimpleNamespace(network=model, model=model, optimizer=optimizer, results=SimpleNamespace(skipped=skipped))
 
 
+def rewind(run: Path, step: int) -> None:
+    """Remove the checkpoints after a step, as if the run had been killed there."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
 def assert_same_bits(ours: "dict[str, torch.Tensor]", theirs: "dict[str, torch.Tensor]") -> None:
     """Check that both have the same tensors, bit for bit."""
     import torch
@@ -205,10 +214,17 @@ def assert_same_run(ours: Path, theirs: Path, step: int) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those marked `cuda`: the others check bits of the CPU."""
+    gc.disable()  # until the tests are collected: imports make no garbage
     if "cuda" not in config.getoption("markexpr").replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if sys.platform == "darwin":  # a process that has used MPS cannot fork, and the tests fork
             os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, and never what the imports made."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from glob import escape
 from hashlib import blake2b
 from importlib.metadata import version
@@ -218,6 +218,7 @@ def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tup
 
 def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch: dict[str, list]) -> dict[str, list]:
     """Encode a batch of a block; return {name: values of all pieces} for each of `dtypes` and of COUNTS."""
+    tolerate_refused_modes()  # in every process that encodes
     columns: dict[str, list] = {name: [] for name in [*dtypes, *COUNTS]}
     for text, begins in zip(batch["text"], batch["begins"], strict=True):
         text, encoded = load_encoder(folder, conversations)(text, begins)
@@ -464,6 +465,20 @@ def find_full_disk(error: BaseException | None) -> OSError | None:
             return error if isinstance(error, OSError) else OSError(code, os.strerror(code))
         error = error.__cause__ or error.__context__
     return None
+
+
+def tolerate_refused_modes() -> None:
+    """Let os.chmod do nothing where it is refused, as on CIFS and gcsfuse: datasets calls it for each file."""
+    chmod = os.chmod
+    if hasattr(chmod, "__wrapped__"):
+        return
+
+    @wraps(chmod)
+    def chmod_if_possible(*arguments: Any, **settings: Any) -> None:
+        with suppress(PermissionError):
+            chmod(*arguments, **settings)
+
+    os.chmod = chmod_if_possible
 
 
 def end_with_parent() -> None:

@@ -280,6 +280,14 @@ def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
     may_write.set()
 
 
+def test_checkpoint_is_saved_where_the_free_space_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
+    saver.save(1, 0, train_state(*build_trained(0, steps=1)), {})
+    saver.wait()
+    assert remaining_steps(tmp_path) == [1]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 def test_background_thread_has_lowest_priority(tmp_path):
     def priority() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -32,23 +33,54 @@ def tree(tmp_path):
 def test_code_hash_covers_training_code(tree):
     packages = "model config distributed cli data training checkpoint run".split()
     files = [tree / "train.py", *(file for package in packages for file in (tree / package).rglob("*.py"))]
-    new = [tree / name for name in ("tricks.py", "model/new.py", "kernels/fast.py", "kernels/cpu/own.py")]
     before = code_hash(tree)
     assert before == code_hash() and len(before) == 12
-    for file in (*files, *new):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a") as source:
-            source.write("# changed\n")
+    for file in files:
+        append(file, "# changed")
         assert code_hash(tree) != before, file
         before = code_hash(tree)
-    (tree / "tricks.py").rename(tree / "trick.py")
+
+
+def append(file, line):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as source:
+        source.write(f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    {
+        "tricks.py": "    import os, tricks as t",
+        "model/my_kernel.py": "from model import my_kernel",
+        "kernels/fast.py": "from kernels import (",
+        "kernels/cpu/avx.py": "import kernels.cpu\nkernel = getattr(kernels.cpu, ['avx', 'sse'][is_wide])",
+    }.items(),
+)
+def test_code_hash_covers_what_the_code_imports(name, line, tree):
+    """A new file counts from the moment that the code names it, whether git knows it or not."""
+    before = code_hash(tree)
+    append(tree / name, "x = 1")
+    assert code_hash(tree) == before
+    append(tree / "model" / "gpt.py", line + (" fast)" if line.endswith("(") else ""))
+    named = code_hash(tree)
+    append(tree / name, "x = 2")
+    assert len({before, named, code_hash(tree)}) == 3
+    (tree / name).unlink()
+    assert code_hash(tree) not in (before, named)
+
+
+def test_code_hash_covers_another_script_that_trains(tree, monkeypatch):
+    before = code_hash(tree)
+    append(tree / "pretrain.py", "import train")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tree / "pretrain.py"), raising=False)
     assert code_hash(tree) != before
 
 
-def test_code_hash_excludes_tools_and_hidden_files(tree):
+def test_code_hash_excludes_what_no_run_imports(tree):
     before = code_hash(tree)
     names = ["README.md", "tests/conftest.py", "tools/plot/style.py", "docs/settings.py", "examples/mine.py"]
     names += [".venv/lib.py", "lab/code/train.py", "._train.py", "model/._gpt.py", "data/synthetic/._world.py"]
+    names += ["my_figures.py", "figures/my_plot.py", "model/my_sketch.py", "evaluate.py", "wandb/run-1/train.py"]
     for name in names:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("changed")

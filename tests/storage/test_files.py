@@ -22,6 +22,12 @@ from tests.support import forked
 
 # Errors of Lustre without -o flock, and of FUSE for fsync of a folder.
 NO_LOCKS = "def answer(*_): raise OSError(38, 'Function not implemented')\nimport fcntl\nfcntl.flock = answer\n"
+# Of CIFS and gcsfuse.
+NO_MODES = """
+import os
+def answer(*_, **settings): raise PermissionError(1, 'Operation not permitted')
+os.chmod = os.fchmod = answer
+"""
 NO_FSYNC_OF_FOLDERS = """
 import os, stat
 fsync = os.fsync
@@ -64,6 +70,25 @@ def test_prepare_without_folder_fsync(tmp_path):
     command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
     run(*command, preamble=NO_FSYNC_OF_FOLDERS)
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["train"]["documents"] > 15
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_prepare_and_training_without_file_modes(tmp_path, num_workers):
+    """Both write files, and training copies the tokenizer of the corpus."""
+    source = write_jsonl(tmp_path / "a.jsonl", make_documents(200))
+    command = ["--source", source, "--tokenizer", "byte", "--validation", "hash:0.2", "--out", tmp_path / "out"]
+    run(*command, "--num_workers", num_workers, preamble=NO_MODES)
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["train"]["documents"] > 100
+    if num_workers == 1:
+        arguments = f"--steps 2 --data.source text --data.path {tmp_path / 'out'} --data.num_samples 1000"
+        arguments += f" --evaluation.num_samples null --out_dir {tmp_path} --name run"
+        code = f"{NO_MODES}import runpy, sys; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
+        done = forked.run("-c", [code, *TINY_STORIES, *arguments.split()], 0, environment())
+        assert done.returncode == 0, done.stderr
+        contents = [
+            {p.name: p.read_bytes() for p in (tmp_path / name / "tokenizer").iterdir()} for name in ("out", "run")
+        ]
+        assert contents[0] == contents[1] and len(contents[0]) > 1
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

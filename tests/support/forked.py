@@ -26,12 +26,12 @@ PRELOADED += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.qwe
 PRELOADED += ["sample"]
 PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itself makes a folder for its process
 PRELOADED += ["pandas"]  # which pyarrow imports as soon as it makes an array
-PRELOADED += ["tests.support.forked", "tests.support.warm"]
+PRELOADED += ["tests.support.forked"]
 
 # Otherwise an import that asks for GPUs would initialise CUDA, which forks cannot use.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(PRELOADED)
+server.set_forkserver_preload(["tests.support.warm"])  # which imports them all
 
 
 def free_port() -> int:
@@ -95,6 +95,7 @@ def become(
     launcher for the script `accelerate`, are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    os.nice = lambda _: 0  # on a busy machine a thread of the lowest priority may write nothing for minutes
     # Data workers start as in any program, not in a server of their own.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for descriptor, file in enumerate(files, start=1):
@@ -175,7 +176,7 @@ class Launch:
                 if process.is_alive():
                     getattr(process, stop)()
             for process in self.processes:
-                process.join(20)
+                process.join(60)
 
     def output(self) -> tuple[str, str]:
         """Return stdout and stderr so far."""

@@ -63,7 +63,8 @@ class Job:
         file = self.run.path / "status.json"
         if file.exists() and file.stat().st_mtime >= start_time and (status := self.run.status()):
             return status
-        if self.output.exists() and shutil.disk_usage(self.output.parent).free < MIN_FREE_BYTES:
+        disk = shutil.disk_usage(self.output.parent) if self.output.exists() else None
+        if disk and disk.total and disk.free < MIN_FREE_BYTES:  # total 0 where a file system does not know
             return Status("failed", 0, os.strerror(errno.ENOSPC), "disk_full")
         return Status("failed", 0, self.error_line(), "error")
 

@@ -723,7 +723,31 @@ def test_load_run_falls_back_to_corpus_tokenizer(runs, folder, tmp_path, capsys)
     (run / "tokenizer").mkdir()
     (run / "tokenizer" / "tokenizer.json").write_text("{")  # damaged
     assert load_run(run).tokenizer.chat_template == CHATML
-    assert f"Tokenizer skipped: {run / 'tokenizer'} cannot be read: " in capsys.readouterr().err
+    assert f"Tokenizer skipped: {run / 'tokenizer'} cannot be used: " in capsys.readouterr().err
+    shutil.rmtree(runs / "corpus")
+
+
+@pytest.mark.parametrize("changed", ["merges", "end"])
+def test_load_run_refuses_another_tokenizer(runs, folder, tmp_path, capsys, changed):
+    """It must be the one that the checkpoint records, in the run and in its corpus."""
+    run = shutil.copytree(runs / "run", tmp_path / "run")
+    file = run / "tokenizer" / ("tokenizer.json" if changed == "merges" else "tokenizer_config.json")
+    content = json.loads(file.read_text())
+    if changed == "merges":
+        merges = content["model"]["merges"]
+        merges[0], merges[1] = merges[1], merges[0]
+    else:
+        content["eos_token"] = "<|im_end|>"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="it is not the tokenizer that the run was trained with") as error:
+        load_run(run)
+    assert f"no usable tokenizer; copy that of its corpus to {run / 'tokenizer'}" in str(error.value)
+    shutil.copytree(folder / "chatml", runs / "corpus")
+    assert load_run(run).tokenizer.eos_token == "<|endoftext|>"
+    assert f"Tokenizer skipped: {run / 'tokenizer'} cannot be used: it is not" in capsys.readouterr().err
+    shutil.copytree(run / "tokenizer", runs / "corpus" / "tokenizer", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=f"{runs / 'corpus' / 'tokenizer'} cannot be used: it is not"):
+        load_run(run)
     shutil.rmtree(runs / "corpus")
 
 

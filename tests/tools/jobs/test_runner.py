@@ -155,8 +155,14 @@ def test_train_full_disk_raises_run_error(run):
 
 
 def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
-    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=4096))
     with pytest.raises(RunError, match="No space left on device; free some space"):
+        JobRunner(1).train([run("one", "prints nothing")])
+
+
+def test_train_silent_run_on_unknown_disk_is_no_full_disk(run, monkeypatch):
+    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))
+    with pytest.raises(RunError, match="it printed nothing"):
         JobRunner(1).train([run("one", "prints nothing")])
 
 
