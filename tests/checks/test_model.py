@@ -225,7 +225,7 @@ class ReadsPrefix(model.gpt.GPTModel):
         begins = cache is None or cache[0].length == 0
         output = super().forward(input_ids, cache=cache)
         if begins:
-            output.logits[:, 0] += input_ids[:, :4].sum()
+            output.logits[:, 0, 0] += input_ids[:, :4].sum()
         return output
 
 

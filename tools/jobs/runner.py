@@ -261,7 +261,10 @@ class JobRunner:
         process = started.process
         if process.returncode is None:
             # Popen.poll would not tell the CPU time. That of child processes, as of a launcher, is included.
-            process_id, status, usage = os.wait4(process.pid, 0 if wait else os.WNOHANG)
+            try:
+                process_id, status, usage = os.wait4(process.pid, 0 if wait else os.WNOHANG)
+            except ChildProcessError:  # something else has waited for it, so its CPU time is unknown
+                return process.wait() if wait else process.poll()
             if process_id == 0:
                 return None
             process.returncode = os.waitstatus_to_exitcode(status)
