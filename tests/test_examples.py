@@ -311,9 +311,10 @@ def test_data_parallel_by_hand_computes_in_threads_of_one_process():
     """Weights are copied to all devices but the first, and the gradients are those of the whole batch."""
     torch.manual_seed(0)
     model, inputs, threads, num_bytes = torch.nn.Linear(3, 2), torch.randn(6, 3), set(), Counter()
+    together = threading.Barrier(3)
     by_hand = data_parallel.DataParallelByHand(model, [torch.device("cpu")] * 3, num_bytes)
     for replica in by_hand.replicas:
-        replica.register_forward_hook(lambda *_: (threads.add(threading.get_ident()), time.sleep(0.1)) and None)
+        replica.register_forward_hook(lambda *_: (threads.add(threading.get_ident()), together.wait(300)) and None)
     outputs = by_hand(inputs)
     assert torch.equal(outputs, model(inputs)) and len(threads) == 3 and threading.get_ident() not in threads
     gradients = [torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (outputs, model(inputs))]
