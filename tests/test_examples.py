@@ -515,6 +515,25 @@ def test_dead_rank_ends_all_ranks(rung, digits):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_ddp"])
+def test_ctrl_c_ends_without_traceback(rung, digits):
+    """A terminal sends SIGINT to all processes."""
+    more = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]
+    command = [sys.executable, "-m", f"examples.{rung}", *map(str, more)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+    try:
+        while "loss" not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=200)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130 and "Traceback" not in output, output
+
+
 def test_readme_python_prints_the_shown_output():
     code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL).groups()
     output = io.StringIO()
