@@ -22,14 +22,12 @@ env: ## build .venv from requirements.txt
 test-env: env ## add the tools of the tests to .venv
 	$(call install,requirements-test.txt)
 
+train verify: SHELL = bash -o pipefail
 train: env ## train the mini-GPT on stories with 2 CPU processes; with other settings: make train ARGS="--resume never"
-	$(LAUNCH) train.py --config configs/stories.yaml $(ARGS)
+	$(call launch,train.py --config configs/stories.yaml $(ARGS))
 
-# The launcher adds a traceback of its own below the message of verify.py.
-verify: SHELL = bash -o pipefail
-verify: WITHOUT_LAUNCHER = '/^W[0-9]+ .*torch\/distributed\/elastic/ { next } /^E[0-9]+ .*torch\/distributed\/elastic/ { ended = 1 } !ended { print; fflush() }'
 verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
-	@{ $(LAUNCH) verify.py $(ARGS) 2>&1 >&3 | awk $(WITHOUT_LAUNCHER) >&2; } 3>&1
+	$(call launch,verify.py $(ARGS))
 
 test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
@@ -54,6 +52,22 @@ clean: ## remove the environment and caches, never runs/
 	find . -name __pycache__ -type d -not -path "./runs/*" -prune -exec rm -rf {} +
 
 -include tools/targets.mk
+
+# Launch a script, and drop from its stderr the log and the traceback that the launcher adds below the script's message when
+# the script fails or Ctrl-C stops it. The exit code of a process that was killed by a signal is kept. A loop of bash, because
+# some awks print nothing until 4 kB have arrived.
+define launch
+$(info $(LAUNCH) $(1))
+	@{ $(LAUNCH) $(1) 2>&1 >&3 | { trap "" INT; before=; while IFS= read -r line; do \
+	case $$before$$line in \
+	"Traceback (most recent call last):") before=$$line; continue ;; \
+	"Traceback (most recent call last):  File "*"/accelerate\", line "*) cat > /dev/null ;; \
+	E[0-9]*torch/distributed/elastic*"exitcode: -"*) echo "$$line"; cat > /dev/null ;; \
+	E[0-9]*torch/distributed/elastic*) cat > /dev/null ;; \
+	W[0-9]*torch/distributed/elastic*) ;; \
+	*) test -z "$$before" || echo "$$before"; printf "%s\n" "$$line" ;; \
+	esac; before=; done; } >&2; } 3>&1
+endef
 
 # Install what .venv lacks of a requirements file, and build .venv if there is none. A linked .venv belongs to another checkout.
 define install

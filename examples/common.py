@@ -4,9 +4,11 @@ import argparse
 import gzip
 import hashlib
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import main as torchrun
 from torch.utils.data import Dataset
 
@@ -52,8 +55,17 @@ def positive_int(text: str) -> int:
 def spawn(train: Callable, args: argparse.Namespace, *arguments) -> None:
     """Start args.ranks processes, each of which calls train(rank, init_method, args, *arguments)."""
     use_loopback()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, exit_on_ctrl_c():
         mp.spawn(train, (f"file://{folder}/rendezvous", args, *arguments), nprocs=args.ranks)
+
+
+@contextmanager
+def exit_on_ctrl_c() -> Iterator[None]:
+    """Exit with code 130 after Ctrl-C, without the traceback of the process that waits for the ranks."""
+    try:
+        yield
+    except (KeyboardInterrupt, SignalException):
+        sys.exit(130)
 
 
 def use_loopback() -> None:
@@ -158,10 +170,12 @@ def run_gpt(train: Callable, name: str, description: str | None) -> None:
     if not 0 <= args.dropout < 1:
         parser.error(f"--dropout {args.dropout} must be at least 0 and less than 1")
     if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
         _kept = train(args)  # if DDP is freed after its process group, it may hang
         os._exit(0)  # at the interpreter's exit, threads of gloo may abort
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise torchrun warns
     use_loopback()
     # Without an address, torchrun waits for minutes where the machine's own name does not resolve, as on many Macs.
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    torchrun([*rendezvous, f"--nproc-per-node={args.ranks}", "-m", name, *sys.argv[1:]])
+    with exit_on_ctrl_c():
+        torchrun([*rendezvous, f"--nproc-per-node={args.ranks}", "-m", name, *sys.argv[1:]])

@@ -311,9 +311,10 @@ def test_data_parallel_by_hand_computes_in_threads_of_one_process():
     """Weights are copied to all devices but the first, and the gradients are those of the whole batch."""
     torch.manual_seed(0)
     model, inputs, threads, num_bytes = torch.nn.Linear(3, 2), torch.randn(6, 3), set(), Counter()
+    together = threading.Barrier(3)
     by_hand = data_parallel.DataParallelByHand(model, [torch.device("cpu")] * 3, num_bytes)
     for replica in by_hand.replicas:
-        replica.register_forward_hook(lambda *_: (threads.add(threading.get_ident()), time.sleep(0.1)) and None)
+        replica.register_forward_hook(lambda *_: (threads.add(threading.get_ident()), together.wait(300)) and None)
     outputs = by_hand(inputs)
     assert torch.equal(outputs, model(inputs)) and len(threads) == 3 and threading.get_ident() not in threads
     gradients = [torch.autograd.grad(y.square().mean(), list(model.parameters())) for y in (outputs, model(inputs))]
@@ -512,6 +513,25 @@ def test_dead_rank_ends_all_ranks(rung, digits):
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "a rank has outlived the others"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["mnist_spawn_ddp", "gpt_ddp"])
+def test_ctrl_c_ends_without_traceback(rung, digits):
+    """A terminal sends SIGINT to all processes."""
+    more = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]
+    command = [sys.executable, "-m", f"examples.{rung}", *map(str, more)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+    try:
+        while "loss" not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=200)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130 and "Traceback" not in output, output
 
 
 def test_readme_python_prints_the_shown_output():

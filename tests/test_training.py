@@ -12,7 +12,7 @@ from checkpoint.manifest import validate
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
 from tests.support import forked
 
 STEPS = 6
@@ -163,8 +163,7 @@ def test_non_finite_loss_stops_run_and_is_unsaved(runs):
 
 
 def test_stop_after_beyond_last_step_changes_nothing(runs):
-    train(*TINY_STORIES, "--steps", 4, "--out_dir", runs, "--name", "plain")
-    done = train(*TINY_STORIES, "--steps", 4, "--stop_after", 7, "--out_dir", runs, "--name", "later")
-    assert "[step 5 / 4]" not in done.stdout and done.stdout.endswith("Training finished.\n")
-    assert metrics(runs / "later") == metrics(runs / "plain")
-    assert_same_bits(tensors(runs / "later", 4), tensors(runs / "plain", 4))
+    train(*TINY_STORIES, "--steps", 2, "--out_dir", runs, "--name", "plain")
+    done = train(*TINY_STORIES, "--steps", 2, "--stop_after", 5, "--out_dir", runs, "--name", "later")
+    assert "[step 3 / 2]" not in done.stdout and done.stdout.endswith("Training finished.\n")
+    assert_same_run(runs / "later", runs / "plain", 2)

@@ -35,7 +35,16 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from pretrained.load import find_checkpoint
 from storage.files import sha256
-from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train, train_state
+from tests.conftest import (
+    TINY_STORIES,
+    assert_same_bits,
+    assert_same_run,
+    metrics,
+    rewind,
+    tensors,
+    train,
+    train_state,
+)
 from training.optimizer import build_optimizer
 
 STEPS = 4
@@ -123,7 +132,7 @@ def test_resume_uses_newest_valid_checkpoint(run, finished):
 
 def test_files_of_macos_beside_checkpoints_are_ignored(run, finished):
     """On a network disk macOS puts a file ._NAME beside each file and folder."""
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    rewind(run, 3)
     for path in [*run.rglob("*"), *(run / "checkpoints" / name for name in (".writing-step-3", ".deleting-step-3"))]:
         path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7")
     done = train(*SHORT, "--out_dir", run.parent, "--name", "run")
@@ -131,23 +140,18 @@ def test_files_of_macos_beside_checkpoints_are_ignored(run, finished):
     assert_same_run(run, finished, STEPS)
 
 
-def test_resume_refuses_deleted_checkpoints_each_time(run):
+@pytest.mark.parametrize("start", [None, 0, 1])
+def test_resume_refuses_deleted_checkpoints(start, run):
+    """Of a finished run; or a session has resumed from a checkpoint, or has begun to save step 2 after step 1."""
     shutil.rmtree(run / "checkpoints")
+    if start is not None:
+        (run / "status.json").write_text(json.dumps({"state": "running", "step": 2 - start}))
+        with open(run / "sessions.jsonl", "a") as starts:
+            starts.write(json.dumps({"step": start}) + "\n")
     for _ in range(2):
         done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
         assert "no valid checkpoint" in done.stderr and "--resume never" in done.stderr
     assert metrics(run)
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_killed_run_refuses_deleted_checkpoints(start, run):
-    """A session has resumed from a checkpoint, or the save of step 2 has begun, after that of step 1."""
-    shutil.rmtree(run / "checkpoints")
-    (run / "status.json").write_text(json.dumps({"state": "running", "step": 2 - start}))
-    with open(run / "sessions.jsonl", "a") as starts:
-        starts.write(json.dumps({"step": start}) + "\n")
-    done = train(*SHORT, "--out_dir", run.parent, "--name", "run", exit_code=2)
-    assert "no valid checkpoint" in done.stderr and metrics(run)
 
 
 def test_resume_refuses_run_without_valid_checkpoint(run):
@@ -165,7 +169,7 @@ def test_resume_refuses_run_without_valid_checkpoint(run):
 @pytest.mark.slow
 def test_checkpoint_loads_on_another_process_count(run):
     """Written by one process and read by two, then written by two and read by one."""
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    rewind(run, 3)
     train(*SHORT, "--out_dir", run.parent, "--name", "run", processes=2)
     assert len(list((run / "checkpoints" / "step-00000004").glob("*.safetensors"))) == 2
     done = train(*SHORT, "--steps", 6, "--schedule.name", "constant", "--out_dir", run.parent, "--name", "longer",

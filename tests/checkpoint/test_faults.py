@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.manifest import File, newest_valid, read_manifest
 from storage.files import sha256
-from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
 
 STEPS = 8
 TINY = [*TINY_STORIES, "--name", "run"]
@@ -195,16 +195,15 @@ class Malicious:
 def test_hostile_checkpoint_runs_no_code(runs, undisturbed, tmp_path):
     marker = tmp_path / "code_was_run"
     payload = pickle.dumps(Malicious(marker))
-    run = runs / "run"
-    shutil.copytree(undisturbed, run)
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    run = shutil.copytree(undisturbed, runs / "run")
+    rewind(run, STEPS - 1)
     newest = run / "checkpoints" / f"step-{STEPS - 1:08d}"
     for name in (".metadata", "random_states_0.pkl", "optimizer.bin", "model.pt", "shard-00003.pickle"):
         (newest / name).write_bytes(payload)
     train(*TINY, "--out_dir", runs)  # one process reads a checkpoint of two
     assert not marker.exists() and status(run)["state"] == "finished"
 
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    rewind(run, STEPS - 1)
     victim = sorted(newest.glob("*.safetensors"))[0]
     victim.write_bytes(payload)
     manifest = read_manifest(newest)
@@ -230,8 +229,7 @@ def test_nonfinite_update_is_skipped_on_all_processes(runs):
     after = tensors(run, STEPS)
     assert after["optimizer.state.lm_head.weight.step"] == STEPS - 2
 
-    for step in range(5, STEPS + 1):  # the number of skipped updates is resumed state
-        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    rewind(run, 4)  # the number of skipped updates is resumed state
     train(*SKIP, "--out_dir", runs, processes=2)
     assert_same_bits(tensors(run, STEPS), after)
     assert metrics(run) == rows
@@ -247,8 +245,7 @@ def test_save_before_first_update_resumes_bitwise(runs):
     after = tensors(run, STEPS)
     assert_same_bits(after, tensors(runs / "unsaved" / "run", STEPS))
     assert all(name.startswith("model.") for name in tensors(run, 2))
-    for step in range(3, STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    rewind(run, 2)
     train(*SKIP, "--out_dir", runs, processes=2)
     assert_same_bits(tensors(run, STEPS), after)
 

@@ -34,9 +34,8 @@ from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests.conftest import ROOT, environment, metrics, tensors, train
+from tests.conftest import ROOT, environment, metrics, rewind, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
-from tests.support import forked
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {
@@ -607,23 +606,17 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
     arguments = ["--data.mix", mix, "--data.packing", packing]
     train_text(folder, runs, *arguments)
     rows_before, weights = metrics(runs / "run"), tensors(runs / "run", 4)
-    for path in (runs / "run" / "checkpoints" / "step-00000004").iterdir():
-        path.unlink()
-    (runs / "run" / "checkpoints" / "step-00000004").rmdir()
+    rewind(runs / "run", 2)
     train_text(folder, runs, *arguments)
     assert metrics(runs / "run") == rows_before and len(rows_before) == 4
     assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_truncated_corpus_ends_run_before_writing(corpus, folder, runs, processes):
+def test_truncated_corpus_ends_run_before_writing(corpus, folder, runs):
     file = find_file(corpus, "validation")
     os.truncate(file, file.stat().st_size - 8)
-    words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--data.path", corpus, "--timeout_seconds", 60]
-    launch = forked.Launch("train.py", [str(word) for word in words], processes, environment())
-    launch.wait(120)
-    assert launch.processes[0].exitcode == 2
-    [error] = [line for line in launch.output()[1].splitlines() if "train.py: error" in line]
+    done = train_text(folder, runs, "--data.path", corpus, processes=2, exit_code=1)
+    [error] = [line for line in done.stderr.splitlines() if "train.py: error" in line]
     assert f"validation/{file.name}: its size has changed" in error
     assert not runs.exists()
 

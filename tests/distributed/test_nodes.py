@@ -91,16 +91,16 @@ def end(launchers):
 
 
 def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
-    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 5)
+    launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20)
     wait_for_steps(runs / "run", 20, launchers)
     ip("-n", nodes[0], "link", "set", "eth0", "down")
     exit_codes, outputs = end(launchers)
     assert exit_codes == [1, 1]
     for rank, output in enumerate(outputs):
-        if "train.py: error: a checkpoint was not written within 5 s" in output:  # cut while one was being written
+        if "train.py: error: a checkpoint was not written within 20 s" in output:  # cut while one was being written
             continue
         assert f"train.py: error: process {rank} lost the others in" in output, output
-        assert "Timed out waiting 5000ms" in output or "Application timeout caused pair closure" in output
+        assert "Timed out waiting 20000ms" in output or "Application timeout caused pair closure" in output
     ip("-n", nodes[0], "link", "set", "eth0", "up")
     exit_codes, outputs = end(launch(nodes, "--out_dir", runs))
     assert exit_codes == [0, 0] and "resumed at step" in outputs[0], outputs

@@ -1,6 +1,5 @@
 """Runs resumed on another number of processes; with `exact` they end with the same bits."""
 
-import shutil
 from itertools import accumulate
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from distributed.tree_reduce import TreeSum
-from tests.conftest import ROOT, TINY_STORIES, assert_same_run, metrics, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_run, metrics, rewind, train
 
 STEPS = 8
 # 4, then 8, then 12 micro-batches per step: 4 leaves of one micro-batch, 8 of one, 4 of three, which 1, 2 and 4
@@ -29,12 +28,6 @@ def single(tmp_path_factory):
     assert f"512 in step 1, 1,536 from step 6 on, {128 * sum(SIZES):,} in 8 steps" in done.stdout
     assert [row["train/tokens"] for row in metrics(out_dir / "run")] == [128 * n for n in accumulate(SIZES)]
     return out_dir / "run"
-
-
-def rewind(run, step):
-    for path in (run / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from tests.conftest import ROOT, TINY_STORIES, environment
-from tests.fake_cuda.launch import STEPS, fake_gpus, train_on_gpus
+from tests.conftest import ROOT, TINY_STORIES, environment, rewind
+from tests.fake_cuda.launch import fake_gpus, train_on_gpus
 from tests.fake_cuda.test_gpu_training import assert_same_training, assert_steady, train_on_cpu
 from tests.support import forked
 
@@ -53,8 +53,7 @@ def test_fp16_skips_overflow_and_resumes(tmp_path):
     fp16 = ["--on_nonfinite", "skip"]
     run = train_on_gpus("multi_gpu", 2, *fp16, out_dir=tmp_path / "whole", precision="fp16")
     assert run.losses == pytest.approx(train_on_cpu(*fp16, out_dir=tmp_path / "cpu").losses, rel=5e-3)
-    shutil.copytree(run.directory, tmp_path / "resumed" / "run")
-    shutil.rmtree(tmp_path / "resumed" / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    rewind(shutil.copytree(run.directory, tmp_path / "resumed" / "run"), 4)
     resumed = train_on_gpus("multi_gpu", 2, *fp16, out_dir=tmp_path / "resumed", precision="fp16")
     assert "resumed at step 4" in resumed.stdout and resumed.digest == run.digest
 

@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-from tests.conftest import TINY_STORIES, train
-from tests.fake_cuda.launch import SETTINGS, STEPS, Trained, train_on_gpus
+from tests.conftest import TINY_STORIES, rewind, train
+from tests.fake_cuda.launch import SETTINGS, Trained, train_on_gpus
 
 LAUNCHES = {"one_gpu": 1, "multi_gpu": 2, "fsdp2": 2}
 READ_OF_STEP_BEFORE = ("event", "training/results.py")
@@ -66,8 +66,7 @@ def test_bf16_takes_flash_attention(on_gpus, folder):
 @pytest.mark.parametrize("launch_file", ["one_gpu", "multi_gpu"])
 def test_resume_with_dropout_gives_same_digest(launch_file, on_gpus, folder):
     out_dir = folder / "resumed" / launch_file
-    shutil.copytree(on_gpus(launch_file).directory, out_dir / "run")
-    shutil.rmtree(out_dir / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    rewind(shutil.copytree(on_gpus(launch_file).directory, out_dir / "run"), 4)
     run = train_on_gpus(launch_file, LAUNCHES[launch_file], out_dir=out_dir)
     assert "resumed at step 4 from" in run.stdout
     assert run.digest == on_gpus(launch_file).digest

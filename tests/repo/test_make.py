@@ -1,22 +1,33 @@
 """The Makefile and the environment that it builds."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY_STORIES
 
 
-def make(target, directory, *arguments, **options):
-    """Run make as from a shell, although `make test` may have started the tests."""
+def start_make(target, directory, *arguments, **options):
+    """Start make as from a shell, although `make test` may have started the tests."""
     of_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
     environment = {name: value for name, value in os.environ.items() if name not in of_make}
-    options = {"env": environment} | options
-    return subprocess.run(["make", target, *arguments], cwd=directory, capture_output=True, text=True, **options)
+    return subprocess.Popen(["make", target, *arguments], cwd=directory, **({"env": environment} | options))
+
+
+def make(target, directory, *arguments, check=False, **options):
+    """Run make to its end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start_make(target, directory, *arguments, **pipes, **options) as process:
+        output, errors = process.communicate()
+    assert not check or process.returncode == 0, output + errors
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def copy_files(directory, *names):
@@ -73,23 +84,61 @@ def test_env_names_supported_versions_of_python(version, works, tmp_path, monkey
 LAUNCHER = """#!/bin/sh
 echo "PASS  the first check"
 echo "loading torch ..." >&2
-echo "verify.py: error: 1 of 14 checks failed" >&2
-echo "W1126 02:10:17.393000 1953 torch/distributed/elastic/multiprocessing/api.py:1028] Sending SIGTERM" >&2
-echo "process 1: last words" >&2
-echo "E1126 02:10:17.402000 1953 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)" >&2
-echo "Traceback (most recent call last):" >&2
+while ! test -e read; do sleep 0.1; done
+cat >&2 <<END
+Traceback (most recent call last):
+  File "/home/me/train.py", line 1, in <module>
+ValueError: an error of the script
+W1126 02:10:17.393000 1953 torch/distributed/elastic/multiprocessing/api.py:1028] Sending SIGTERM
+process 1: last words
+LAST
+  File "/home/me/.venv/bin/accelerate", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 17932 got signal: 2
+END
 exit 1
 """
+FAILED = (
+    "E1126 02:10:17.402000 1953 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: CODE) rank: 0"
+)
+TRACEBACK = "Traceback (most recent call last):"
 
 
-def test_verify_hides_launchers_traceback(tmp_path):
+@pytest.mark.parametrize("target", ["train", "verify"])
+@pytest.mark.parametrize("last", [TRACEBACK, FAILED.replace("CODE", "1"), FAILED.replace("CODE", "-9")])
+def test_launchers_log_and_traceback_are_hidden(target, last, tmp_path):
+    """Each line of the script appears at once; a process that a signal killed has no message, but an exit code."""
     copy_files(tmp_path, "Makefile")
-    for name, script in (("python", "#!/bin/sh\n"), ("accelerate", LAUNCHER)):
+    for name, script in (("python", "#!/bin/sh\n"), ("accelerate", LAUNCHER.replace("LAST", last))):
         (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
         (tmp_path / ".venv" / "bin" / name).write_text(script)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    done = make("verify", tmp_path)
-    assert done.returncode == 2 and done.stdout == "PASS  the first check\n"
-    *printed, of_make = done.stderr.splitlines()
-    expected = ["loading torch ...", "verify.py: error: 1 of 14 checks failed", "process 1: last words"]
-    assert printed == expected and of_make.startswith("make: ***")
+    with start_make(target, tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr.readline() == "loading torch ...\n"
+        (tmp_path / "read").touch()
+        output, errors = process.communicate(timeout=60)
+    shown, printed = output.splitlines()
+    assert process.returncode == 2 and f" {target}.py" in shown and printed == "PASS  the first check"
+    *printed, of_make = errors.splitlines()
+    own = [TRACEBACK, '  File "/home/me/train.py", line 1, in <module>', "ValueError: an error of the script"]
+    assert printed == [*own, "process 1: last words", *([last] if "-9" in last else [])]
+    assert of_make.startswith("make: ***")
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_make_train_with_its_message(runs):
+    """A terminal sends SIGINT to make, the shell, the launcher and its processes."""
+    words = f"{' '.join(map(str, TINY_STORIES))} --steps 1000000 --out_dir {runs} --name run"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = start_make("train", ROOT, f"ARGS={words}", start_new_session=True, **pipes)
+    try:
+        while "[step 3 " not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=100)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Saving a checkpoint and stopping" in output and "stopped after step" in output
+    assert "Traceback" not in output and "torch/distributed" not in output and "SignalException" not in output
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"

@@ -164,17 +164,6 @@ def test_removed_stored_setting_is_named():
     ]
 
 
-def test_resume_with_missing_or_removed_setting(run):
-    newest, manifest = next(iter(Run(run).manifests().items()))
-    del manifest.config["optimizer"]["betas"], manifest.config["data"]["num_workers"]
-    manifest.write(newest)
-    train(*RECIPE, "--out_dir", run.parent)
-    manifest.config["optimizer"]["nesterov"] = True
-    manifest.write(newest)
-    done = train(*RECIPE, "--out_dir", run.parent, exit_code=2)
-    assert "optimizer.nesterov: True in the run, but this code has no such setting" in done.stderr
-
-
 def test_data_seed_comes_from_run_or_parent(run):
     arguments = [*RECIPE, "--seed", 5, "--out_dir", run.parent]
     train(*arguments, "--data.seed", 3, "--name", "other")

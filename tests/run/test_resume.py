@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
 
 STEPS = 8
 
@@ -17,12 +17,10 @@ def uninterrupted(request, tmp_path_factory):
     return request.param, out_dir / "run"
 
 
-def rewind(finished, out_dir, step):
+def kill(finished, out_dir, step):
     """Copy a run as if it had been killed after the checkpoint of `step`, in the middle of writing a row."""
-    run = out_dir / "run"
-    shutil.copytree(finished, run)
-    for later in range(step + 1, STEPS + 1):
-        shutil.rmtree(run / "checkpoints" / f"step-{later:08d}")
+    run = shutil.copytree(finished, out_dir / "run")
+    rewind(run, step)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "train/lo')
     return run
@@ -33,7 +31,7 @@ def test_resume_is_bitwise(uninterrupted, runs):
     processes, finished = uninterrupted
     step = 5
     assert 20 % 6 and (step * 6) % 20  # neither epochs nor this stop are at a batch boundary
-    run = rewind(finished, runs, step)
+    run = kill(finished, runs, step)
     # Loading in a worker changes nothing: the loader has no state.
     done = train(*TINY_STORIES, "--out_dir", runs, "--name", "run", "--data.num_workers", 1, processes=processes)
     assert f"resumed at step {step} from" in done.stdout
@@ -46,7 +44,7 @@ def test_resume_is_bitwise(uninterrupted, runs):
 def test_resume_is_bitwise_after_every_step(uninterrupted, runs):
     processes, finished = uninterrupted
     for step in range(1, STEPS):
-        run = rewind(finished, runs / str(step), step)
+        run = kill(finished, runs / str(step), step)
         train(*TINY_STORIES, "--out_dir", runs / str(step), "--name", "run", processes=processes)
         assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))
         assert metrics(run) == metrics(finished)

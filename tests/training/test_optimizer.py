@@ -1,7 +1,6 @@
 """Muon on the matrices inside the blocks and AdamW on the rest, as one optimizer, equal the separate ones."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from config.schema import OptimizerConfig
 from distributed.sharding import full_tensor
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
 from tests.support.forked import server
 from training import optimizer as optimizer_module
 from training.optimizer import POLAR_EXPRESS, build_optimizer, learning_rates, orthogonalize
@@ -184,8 +183,7 @@ def test_muon_run_resumes_bitwise_and_learns(runs):
     finished, rows = tensors(runs / "run", 8), metrics(runs / "run")
     assert "optimizer.state.blocks.0.attention.q_proj.weight.momentum_buffer" in finished
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3
-    for step in (4, 5, 6, 7, 8):
-        shutil.rmtree(runs / "run" / "checkpoints" / f"step-{step:08d}")
+    rewind(runs / "run", 3)
     train(*arguments, processes=2)
     assert_same_bits(tensors(runs / "run", 8), finished)
     assert metrics(runs / "run") == rows

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
 from training.gradients import loss_scale
 
 STEPS = 6
@@ -39,8 +39,7 @@ def test_fp16_trains_skips_and_resumes_bitwise(runs):
     rows = metrics(runs / "run")
     assert [row["train/skipped"] for row in rows] == [0, 0, *[1] * 4]
     shutil.copytree(runs / "run", runs / "again" / "run")
-    for step in range(5, STEPS + 1):
-        shutil.rmtree(runs / "again" / "run" / "checkpoints" / f"step-{step:08d}")
+    rewind(runs / "again" / "run", 4)
     train(*RUN, "--out_dir", runs / "again", processes=2, **FP16)
     assert metrics(runs / "again" / "run") == rows
     assert_same_bits(tensors(runs / "again" / "run", STEPS), tensors(runs / "run", STEPS))

@@ -20,16 +20,7 @@ from tests.conftest import ROOT, environment, metrics, train, train_command
 from training.prepare_model import checkpointed, missing_compiler, prepare_network
 from training.schedule import SCHEDULES
 
-TINY = [
-    "--config",
-    "tests/support/tiny_stories.yaml",
-    "--steps",
-    "6",
-    "--evaluation.every",
-    "0",
-    "--tracking.log_every",
-    "1",
-]
+TINY = "--config tests/support/tiny_stories.yaml --steps 6 --evaluation.every 0 --checkpoint.every 6".split()
 
 
 @pytest.mark.parametrize(("setting", "chunked"), [(None, True), (True, True), (False, False)])
@@ -73,14 +64,16 @@ def test_compiled_block_is_one_graph(tmp_path):
 def test_activation_checkpointing_changes_no_bit(tmp_path):
     """Dropout included: the recomputed forward draws the same masks."""
     for name, recomputed in (("kept", "false"), ("recomputed", "true")):
-        settings = ["--name", name, "--model.dropout", "0.2", "--activation_checkpointing", recomputed]
+        settings = ["--name", name, "--steps", 3, "--model.dropout", 0.2, "--activation_checkpointing", recomputed]
         done = train(*TINY, *settings, "--out_dir", tmp_path)
         assert ("activation checkpointing" in done.stdout) == (recomputed == "true")
     assert metrics(tmp_path / "kept") == metrics(tmp_path / "recomputed")
 
 
 def test_machine_without_compiler_trains_uncompiled(tmp_path):
-    done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, CXX="no-such-compiler")
+    done = train(
+        *TINY, "--name", "run", "--compile", "true", "--steps", 2, "--out_dir", tmp_path, CXX="no-such-compiler"
+    )
     assert "precision: fp32, not compiled: no compiler: no-such-compiler\n" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
 
@@ -98,7 +91,8 @@ def test_missing_compiler_names_path_the_linker_cannot_take(folder, monkeypatch)
 
 def test_trains_uncompiled_with_space_in_cache_path(tmp_path):
     (cache := tmp_path / "my cache").mkdir()
-    done = train(*TINY, "--name", "run", "--compile", "true", "--out_dir", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    words = [*TINY, "--name", "run", "--compile", "true", "--steps", 2, "--out_dir", tmp_path]
+    done = train(*words, TORCHINDUCTOR_CACHE_DIR=str(cache))
     assert f"not compiled: the compilation cache (TORCHINDUCTOR_CACHE_DIR, or TMPDIR) is in '{cache}" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
 

@@ -436,8 +436,6 @@ MESSAGES = {"messages": conversation(1)}
 @pytest.mark.parametrize(
     "rows, named",
     [
-        ([MESSAGES, {"text": "a"}], ["document 2", "conversations and texts"]),
-        ([{"text": "a"}, MESSAGES], ["document 2", "conversations and texts"]),
         (
             [MESSAGES, {"message": []}],
             ["document 2", "text_column 'text'", "messages", "prompt and response", "message"],
@@ -472,7 +470,7 @@ def test_prepare_refuses_validation_of_another_kind(folder, tmp_path):
     assert "only one of validation: " in refusal([MESSAGES], tmp_path, validation=str(texts))
 
 
-@pytest.mark.parametrize("places", [(0,), (30,), (60,), (0, 1, 30)], ids=str)
+@pytest.mark.parametrize("places", [(60,), (0, 1, 30)], ids=str)
 @pytest.mark.parametrize("row", [{"messages": None}, {"text": None}], ids=str)
 def test_prepare_counts_null_conversations_as_empty(tmp_path, row, places):
     rows = [{"messages": messages} for messages in CONVERSATIONS]

@@ -211,13 +211,6 @@ def test_prepare_reads_each_txt_file_as_document(tmp_path):
     assert texts(tmp_path / "out") + texts(tmp_path / "out", "validation") == ["first", "second\n\n"]
 
 
-def test_prepare_with_separate_validation_file(tmp_path):
-    (tmp_path / "train.txt").write_text("to learn")
-    (tmp_path / "val.txt").write_text("to judge")
-    make(tmp_path / "train.txt", tmp_path / "out", validation=str(tmp_path / "val.txt"))
-    assert texts(tmp_path / "out") == ["to learn"] and texts(tmp_path / "out", "validation") == ["to judge"]
-
-
 def test_prepare_accepts_validation_file_in_another_format(tmp_path):
     (tmp_path / "val.txt").write_text("to judge")
     write_jsonl(tmp_path / "train.jsonl", ["to learn"])
@@ -487,13 +480,6 @@ def test_cut_point_does_not_change_tokens(bpe):
         ids = [tokenizer.encode(part).ids for part in (text[:cut], text[cut:], text)]
         assert ids[0] + ids[1] == ids[2]
     assert cut_point("a" * 6000, tokenizer, limit=4000) <= 4000
-
-
-def test_prepare_copies_tokenizer_from_folder(tmp_path, bpe):
-    make(write_jsonl(tmp_path / "a.jsonl", ["hello there"]), tmp_path / "out", str(bpe), validation="hash:0.0")
-    kept = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer" / "tokenizer.json"))
-    assert kept.get_vocab() == Tokenizer.from_file(str(bpe / "tokenizer.json")).get_vocab()
-    assert rows(tmp_path / "out")[0][1:] == kept.encode("hello there").ids
 
 
 def test_prepare_refuses_missing_tokenizer_folder(tmp_path, monkeypatch):
