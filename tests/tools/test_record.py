@@ -25,8 +25,10 @@ def test_measure_needs_two_seeds(seeds, capsys):
     assert f"measure: {seeds} must be at least 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("outcome", "message"), [(KeyboardInterrupt, "130"), (0, "no excess loss")])
-def test_record_ends_with_one_message(outcome, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("outcome", "exit_code", "message"), [(KeyboardInterrupt, "130", ""), (0, "2", "no excess loss")]
+)
+def test_record_ends_with_one_message(outcome, exit_code, message, tmp_path, monkeypatch, capsys):
     def run(command, env, **_):
         assert env.items() >= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}.items()
         folder = tmp_path / "tiny-seed-1"
@@ -39,8 +41,9 @@ def test_record_ends_with_one_message(outcome, message, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RUNS", tmp_path)
     monkeypatch.setattr(record.subprocess, "run", run)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(SystemExit, match=exit_code):
         record.main(["tiny", "--measure", "2"])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

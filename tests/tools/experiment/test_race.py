@@ -88,7 +88,7 @@ def test_idea_that_gains_nothing_gets_no_more_runs(experiments):
     result = experiments.race(NOTHING, runs=40)
     assert by_idea(result) == {NOTHING: "no gain"} and by_idea(result, "runs")[NOTHING] <= 6
     close, better = "--model.effect_b 0.951", "--model.effect_b 0.949"
-    result = experiments.race(NOTHING, close, better, runs=30)
+    result = experiments.race(NOTHING, close, better, runs=40)
     assert by_idea(result, "runs")[NOTHING] <= 6 < by_idea(result, "runs")[better]
 
 
