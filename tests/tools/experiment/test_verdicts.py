@@ -210,6 +210,16 @@ def test_verdicts_of_clear_ideas():
     assert best_idea(findings) == 0 and best_idea(findings[1:]) is None
 
 
+def test_same_runs_are_no_discovery_among_many_ideas():
+    noise = np.random.default_rng(1).normal(0, DEVIATION, (8, 8))
+    idea = group(*(noise[0] - noise[0].mean() - 0.06))
+    base = group(*np.random.default_rng(0).normal(0, DEVIATION, 20))
+    alone = assess(base, [idea], MARGIN)[0]
+    assert alone.verdict == "better" and 0.05 / 8 < alone.p < 0.05
+    others = [group(*(values - values.mean())) for values in noise[1:]]
+    assert assess(base, [idea, *others], MARGIN)[0].verdict == "unknown"
+
+
 def test_idea_that_fails_more_often_is_not_better():
     values = np.random.default_rng(1).normal(-0.5, 0.01, 20)
     assert assess(BASE, [group(*values)], MARGIN)[0].verdict == "better"
