@@ -1,8 +1,11 @@
 """Parse config files and command lines into settings; report all problems together, as `setting: value; remedy`."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -187,6 +190,12 @@ class _Given:
         except ValidationError as error:
             for name, problem in explain(error.errors(), self.fields, self.values).items():
                 self.report(name, self.sources.get(name, "") + problem)
+        parsed = settings.model_dump(by_alias=True) if settings is not None else {}
+        for name, given in self.values.items() if parsed else ():
+            value = reduce(getitem, name.split("."), parsed)
+            if _is_misread(given, value):
+                source = self.sources.get(name, "")
+                self.report(name, f"{source}{name}: {show(given)} would be read as {show(value)}; write what you mean")
         if self.problems:
             raise ConfigError("\n".join(self.problems.values()))
         return settings
@@ -215,6 +224,22 @@ class _Given:
                 yield from self._flatten(value, f"{name}.")
             else:
                 yield name, value
+
+
+def _is_misread(given: Any, value: Any) -> bool:
+    """Return whether a number in `value` is not the one that is written: 1e-400 would be 0.0, and 1_0.5 would be 10.5.
+
+    Underscores may only separate thousands.
+    """
+    if isinstance(given, dict):
+        return any(_is_misread(given[key], value[key]) for key in given)
+    if isinstance(given, list):
+        return any(map(_is_misread, given, value))
+    if not isinstance(given, str) or type(value) not in (int, float):
+        return False
+    if "_" in given:
+        return re.fullmatch(r"[+-]?\d{1,3}(_\d{3})+(\.\d*)?([eE][+-]?\d+)?", given.strip()) is None
+    return value == 0 and re.search("[1-9]", re.split("[eE]", given)[0]) is not None
 
 
 def _has_items(annotation: Any) -> bool:

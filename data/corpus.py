@@ -120,6 +120,11 @@ def _load_text(config: TrainConfig) -> Corpus:
     if len({corpus.metadata["tokenizer"]["hash"] for corpus in corpora}) > 1:
         problem = f"{', '.join(data.mix or ())} were made with different tokenizers"
         raise ConfigError(f"data.mix: {problem}; prepare them with one --tokenizer")
+    paths_of_hash: dict[str, list[str]] = {}
+    for path, corpus in zip(data.corpora, corpora, strict=True):
+        paths_of_hash.setdefault(corpus.metadata["hash"], []).append(path)
+    if same := [paths for paths in paths_of_hash.values() if len(paths) > 1]:
+        raise ConfigError(f"data.mix: {' and '.join(same[0])} are the same corpus; name it once")
     has_conversations = any(corpus.has_conversations for corpus in corpora)
     packing = "isolated" if has_conversations and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])

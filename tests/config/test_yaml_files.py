@@ -114,6 +114,25 @@ def test_float_settings_are_finite(setting):
         assert isinstance(message, str) and setting in message, message
 
 
+@pytest.mark.parametrize("setting", ["optimizer.lr", "optimizer.betas", "data.mix", "steps"])
+@pytest.mark.parametrize("word", ["1e-400", "1_0.5", "1_00", "0.000_1", "-1e-999"])
+def test_number_that_would_be_read_as_another_is_refused(setting, word, tmp_path):
+    value = {"optimizer.betas": f"[0.9, {word}]", "data.mix": f"{{a: {word}}}"}.get(setting, word)
+    message = outcome(f"--{setting}={value}")
+    assert isinstance(message, str) and message.startswith(f"{setting}: ") and word in message, message
+    (tmp_path / "recipe.yaml").write_text(f"{setting}: {value}")
+    assert outcome("--config", str(tmp_path / "recipe.yaml")) == f"{tmp_path / 'recipe.yaml'}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("1_000.5", 1000.5), ("0e-400", 0.0), ("1e-320", 1e-320), ("0.0", 0.0), ("1_000e-3", 1.0)]
+)
+def test_numbers_that_are_read_as_written(word, expected):
+    assert outcome("--optimizer.lr", word)["optimizer"]["lr"] == expected
+    assert outcome("--steps", "1_000_000")["steps"] == 10**6
+    assert outcome("--tracking.project", "1_0.5")["tracking"]["project"] == "1_0.5"
+
+
 @pytest.mark.parametrize("setting", [*WHOLE, "global_batch_size", "data.seed"])
 def test_integer_settings_fit_into_64_bits(setting):
     assert len(WHOLE) > 20

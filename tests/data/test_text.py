@@ -351,6 +351,10 @@ def test_load_corpus_refuses_mismatched_settings(folder, tmp_path):
     assert "data.prepare" in refusal(folder, "--data.path", tmp_path)
     mix = json.dumps({str(folder / "a"): 1, str(folder / "bpe"): 1})
     assert "different tokenizers" in refusal(folder, "--data.mix", mix)
+    shutil.copytree(folder / "a", tmp_path / "copy")
+    for other in (f"{folder}/./a", tmp_path / "copy"):
+        mix = json.dumps({str(folder / "a"): 3, str(folder / "b"): 1, str(other): 1})
+        assert f"data.mix: {folder / 'a'} and {other} are the same corpus" in refusal(folder, "--data.mix", mix)
     mix = json.dumps({str(folder / "a"): 1e-4, str(folder / "b"): 1})
     assert "one sample in 1,000" in refusal(folder, "--data.mix", mix)
     (tmp_path / "a.txt").write_text("short")
