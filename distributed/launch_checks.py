@@ -2,7 +2,9 @@
 
 import glob
 import os
+import sys
 from collections.abc import Mapping
+from functools import cache
 
 import accelerate
 import torch
@@ -11,7 +13,8 @@ from accelerate.utils import gather_object
 
 from config.errors import ConfigError
 from config.schema import TrainConfig
-from distributed.launch import TORCH_DEVICE, env_flag
+from distributed.launch import TORCH_DEVICE, env_flag, uses_cpu
+from distributed.world import is_main_process
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {
@@ -39,9 +42,11 @@ WITHOUT_FSDP = [("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("1",), "use distributed_ty
 
 
 def check_launch(config: TrainConfig) -> None:
-    """Raise ConfigError with every problem of the launch, and remedies."""
+    """Raise ConfigError with every problem of the launch, and remedies; warn about a launch for absent GPUs."""
     if problems := launch_problems(os.environ, config):
         raise ConfigError("\n".join(problems))
+    if is_main_process() and (warning := missing_gpus(os.environ)):
+        warn_once(warning)
 
 
 def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
@@ -75,6 +80,30 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
     return problems + mps_problems(environment, config) + device_problems(environment)
 
 
+@cache  # verify.py trains several times
+def warn_once(warning: str) -> None:
+    """Print the warning, unless it has been printed before."""
+    print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def missing_gpus(environment: Mapping[str, str]) -> str:
+    """Return a warning if `accelerate launch` has started processes for GPUs, and there is none; else ""."""
+    from_launch_file = {"ACCELERATE_MIXED_PRECISION", "WORLD_SIZE"} <= environment.keys()
+    if not from_launch_file or has_hidden_gpus(environment) or not uses_cpu(environment):
+        return ""
+    return (
+        f"no GPU was found, so {environment['WORLD_SIZE']} process(es) train on the CPU, with mixed_precision "
+        f"{environment['ACCELERATE_MIXED_PRECISION']}; for a CPU use accelerate_configs/cpu.yaml"
+    )
+
+
+def has_hidden_gpus(environment: Mapping[str, str]) -> bool:
+    """Return whether the user asks for the CPU, as cpu.yaml does."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "all").split(",")
+    are_hidden = not any(name.strip()[:1].isalnum() for name in visible)  # the variable is empty or -1
+    return are_hidden or env_flag(environment, "ACCELERATE_USE_CPU")
+
+
 def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[str]:
     """Return what a run on a Mac's GPU (MPS) does not support."""
     if environment.get(TORCH_DEVICE) != "mps" or env_flag(environment, "ACCELERATE_USE_CPU"):
@@ -92,9 +121,7 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
 
 def device_problems(environment: Mapping[str, str]) -> list[str]:
     """Return problems with the GPUs: present but unusable, fewer than processes, or without bf16."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "all").split(",")
-    are_hidden = not any(name.strip()[:1].isalnum() for name in visible)  # the variable is empty or -1
-    if env_flag(environment, "ACCELERATE_USE_CPU") or are_hidden:
+    if has_hidden_gpus(environment):
         return []
     if not torch.cuda.is_available():
         problem = f"torch {torch.__version__} cannot use the GPU of this machine; to train on the CPU, set "

@@ -198,6 +198,19 @@ def test_missing_gpus_and_missing_bf16_are_refused(two_old_gpus, monkeypatch):
     assert launch_checks.device_problems({"ACCELERATE_MIXED_PRECISION": "bf16"}) == []
 
 
+def test_launch_for_absent_gpus_is_announced_once(monkeypatch, capsys):
+    """Eight processes in bf16 would train on a CPU without a word."""
+    monkeypatch.setattr(launch_checks, "NVIDIA_DEVICES", "/no/such/device")
+    for flags, warned in (["--config_file", MULTI_GPU], True), (["--config_file", CPU], False), ([], False):
+        monkeypatch.setattr(launch_checks.os, "environ", what_is_started(*flags))
+        launch_checks.os.environ.pop("CUDA_VISIBLE_DEVICES" if warned else "", None)  # which hides GPUs from tests
+        capsys.readouterr()
+        for _ in range(2):
+            launch_checks.check_launch(TrainConfig())
+        warning = "no GPU was found, so 8 process(es) train on the CPU, with mixed_precision bf16; for a CPU use"
+        assert capsys.readouterr().err == (f"warning: {warning} accelerate_configs/cpu.yaml\n" if warned else "")
+
+
 def test_uses_cpu_reads_the_environment(two_old_gpus):
     assert not uses_cpu({})
     assert uses_cpu({"ACCELERATE_USE_CPU": "true"})
