@@ -110,11 +110,13 @@ def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainCon
 
 
 def identify_data(data: DataConfig) -> dict[str, Any]:
-    """Return the settings that identify the data of a loaded corpus."""
+    """Return the settings that identify the data of a loaded corpus, all of them for a source that a fork added."""
     if data.source == "text":
         names = ("source", "path", "mix", "hash", "packing")
-    else:
+    elif data.source in ("random", "stories"):
         names = ("source", "seed", *(("facts", "zipf") if data.facts else ()))
+    else:
+        names = [name for name in type(data).model_fields if name != "num_workers"]
     return {name: getattr(data, name) for name in names if getattr(data, name) is not None}
 
 

@@ -91,6 +91,13 @@ def test_identify_data_names_facts_of_stories(facts, zipf):
     assert described == {"source": "stories", "seed": 3} | world
 
 
+def test_identify_data_names_all_settings_of_another_source():
+    data = DataConfig.model_construct(source="own", seed=0, path="rows.npy", hash="ab", num_workers=3)
+    described = evaluate.identify_data(data)
+    assert described.items() >= {"source": "own", "seed": 0, "path": "rows.npy", "hash": "ab"}.items()
+    assert "num_workers" not in described
+
+
 def test_output_directory_is_beside_an_evaluated_folder(tmp_path, monkeypatch):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "manifest.json").touch()

@@ -57,10 +57,11 @@ SEEDS = ("seed", "data.seed")
 # Runs of one configuration may differ in settings of `evaluation` other than EVALUATION_SETTINGS, and in these.
 IGNORED_SETTINGS = FREE_SETTINGS - {"steps", "on_nonfinite", "max_skipped_in_a_row"} | {"branch_from"}
 EVALUATION_SETTINGS = ("evaluation.num_samples", "evaluation.ema_decay")
-# Settings that select the sequences on which the validation loss is measured, for each data.source. The paths of a
-# mixture may change.
+# Settings that select the sequences on which the validation loss is measured, for each data.source, except data.seed. A
+# source that a fork added may read any of `data`. The paths of a mixture may change.
 VALIDATION_SETTINGS = ("data.source", "evaluation.num_samples", "seq_len", "data.packing")
 SOURCE_SETTINGS = {"random": ("model.vocab_size",), "text": ("data.hash", "data.mix"), "stories": ("data.facts",)}
+OTHER_DATA_SETTINGS = ("data.seed", "data.num_samples", "data.num_workers")
 EXCESS_LOSS = "val/excess_loss"
 # Metrics that are compared, and their names in the picture.
 METRICS = {
@@ -166,8 +167,14 @@ class ComparedRun:
         return to_x(steps) - to_x(self.branch.step) + self.parent.positions(x, self.branch.step)
 
     def validation_set(self) -> dict[str, Any]:
-        """Return the settings that determine the validation sequences; losses are comparable if they are equal."""
-        names = (*VALIDATION_SETTINGS, *SOURCE_SETTINGS.get(self.settings["data.source"], ()))
+        """Return the settings that determine the validation sequences; losses are comparable if they are equal.
+
+        Without data.seed: choose_metric compares that of configurations, whose runs may have several.
+        """
+        names = [name for name in self.settings if name.startswith("data.") and name not in OTHER_DATA_SETTINGS]
+        if self.settings.get("data.hash"):
+            names = [name for name in names if name != "data.path"]
+        names = (*VALIDATION_SETTINGS, *SOURCE_SETTINGS.get(self.settings["data.source"], names))
         names += ("data.zipf",) if self.settings["data.facts"] else ()
         settings = {name: self.settings.get(name) for name in names}
         if isinstance(mix := settings.get("data.mix"), dict):
@@ -246,14 +253,20 @@ def common_name(runs: list[ComparedRun]) -> str:
 def choose_metric(runs: list[ComparedRun]) -> tuple[str | None, str]:
     """Return the metric by which runs are comparable, None if there is none, and a sentence if it is not the loss."""
     finished = [run for run in runs if run.final("val/loss") is not None]
-    names = ", ".join(differing([run.validation_set() for run in finished]))
+    different = differing([run.validation_set() for run in finished])
+    # The runs of a configuration may have several data seeds, if those of each other one have them too.
+    data_seeds: dict[str, set[Any]] = {}
+    for run in finished:
+        data_seeds.setdefault(run.configuration(), set()).add(run.settings["data.seed"])
+    different += ["data.seed"] if len({frozenset(seeds) for seeds in data_seeds.values()}) > 1 else []
+    names = ", ".join(different)
     if not names:
         return "val/loss", ""
     texts = {run.validation_text for run in finished}
     is_whole = all(run.settings["evaluation.num_samples"] is None for run in finished)
     # The windows of another tokenizer end at other bytes, so the last part of the text may be missing.
     num_bytes = [run.final("val/bytes") or 0.0 for run in finished]
-    same_bytes = math.isclose(min(num_bytes), max(num_bytes), rel_tol=BYTES_TOLERANCE)
+    same_bytes = min(num_bytes) > 0 and math.isclose(min(num_bytes), max(num_bytes), rel_tol=BYTES_TOLERANCE)
     if len(texts) == 1 and None not in texts and is_whole and same_bytes:
         return "val/bits_per_byte", f"One text as different tokens ({names}): runs are compared by bits per byte."
     return None, f"The validation losses are not comparable, because they are of different data ({names})."

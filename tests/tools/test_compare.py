@@ -323,6 +323,45 @@ def test_tokenizers_are_compared_on_equal_text_only(other, tmp_path, capsys):
     assert "not comparable" in shown and "significant" not in shown
 
 
+def test_unknown_sizes_of_text_are_not_equal(tmp_path, capsys):
+    whole = {"evaluation": {"num_samples": None}, "num_bytes": None}
+    runs = [run for corpus in ("bytes", "words") for run in of_text(tmp_path, corpus, [1.0, 1.1], **whole)]
+    assert "not comparable" in printed(capsys, *runs)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "others", "comparable"), [([0, 0], [1, 1], False), ([0, 1], [0, 0], False), ([0, 1], [1, 0], True)]
+)
+def test_configurations_need_the_same_data_seeds(seeds, others, comparable, tmp_path, capsys):
+    runs = []
+    for name, lr, loss, data_seeds in (("a", 0.1, 1.0, seeds), ("b", 0.2, 2.0, others)):
+        for seed, data_seed in enumerate(data_seeds):
+            rows = rows_of(val=[9, 9, loss + 0.1 * seed])
+            runs.append(fake_run(tmp_path / f"{name}{seed}", rows, seed=seed, lr=lr, data={"seed": data_seed}))
+    shown = printed(capsys, *runs)
+    assert ("of different data (data.seed)" not in shown) == comparable == ("significant" in shown)
+
+
+@pytest.mark.parametrize(
+    ("others", "different"),
+    [({"path": "b.npy"}, "data.path"), ({"width": 3}, "data.width"), ({"num_workers": 2, "num_samples": 7}, "")],
+)
+def test_all_settings_of_another_source_select_its_data(others, different, tmp_path, capsys):
+    """A source of a fork may read any of them."""
+    data = {"source": "own", "path": "a.npy", "hash": None}
+    runs = of_losses(tmp_path, "a", [1.0, 1.1], 0.1, data=data)
+    runs += of_losses(tmp_path, "b", [2.0, 2.1], 0.2, data=data | others)
+    shown = printed(capsys, *runs)
+    assert (f"of different data ({different})" in shown) == bool(different) == ("significant" not in shown)
+
+
+def test_path_of_another_source_with_a_hash_may_change(tmp_path, capsys):
+    data = {"source": "own", "path": "a.npy", "hash": "ab"}
+    runs = of_losses(tmp_path, "a", [1.0, 1.1], 0.1, data=data)
+    runs += of_losses(tmp_path, "b", [2.0, 2.1], 0.2, data=data | {"path": "b.npy"})
+    assert "significant" in printed(capsys, *runs)
+
+
 # Branches
 
 
