@@ -142,7 +142,6 @@ PROGRAM = """
 import sys
 code, what, file, *words = sys.argv[1:]
 sys.path.insert(0, code)
-sys.dont_write_bytecode = True
 import train
 if what == "train":
     sys.exit(train.main(file, words))

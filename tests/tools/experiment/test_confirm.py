@@ -122,7 +122,7 @@ def test_nothing_is_better_that_fails_more_often(experiments):
 
 def test_stopped_confirmation_resumes(experiments):
     experiments.hook("if settings['seed'] == 5001:\n    os.kill(os.getppid(), 15)\n    import time\n    time.sleep(60)")
-    experiments.confirm(A, error=SystemExit)
+    experiments.confirm(A, jobs=1, error=SystemExit)
     assert json.loads(experiments.output)["exit_code"] == 75
     before = {name for name in experiments.started() if name.endswith("-5000")}
     experiments.hook("")
@@ -135,8 +135,8 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()))
     for module in ("confirm", "runs"):
         monkeypatch.setattr(f"tools.experiment.{module}.time", clock)
-    [difference] = experiments.confirm(A, seeds=20, minutes=10, jobs=1)["differences"]
-    assert 8 <= len(experiments.started()) <= 10 and 4 <= difference["runs"] <= 5
+    [difference] = experiments.confirm(A, seeds=20, minutes=6, jobs=1)["differences"]
+    assert 4 <= len(experiments.started()) <= 6 and 2 <= difference["runs"] <= 3
 
 
 def test_settings_of_all_runs_choose_the_race(experiments):

@@ -87,16 +87,13 @@ def test_one_idea_is_a_race_of_one(experiments):
 def test_idea_that_gains_nothing_gets_no_more_runs(experiments):
     result = experiments.race(NOTHING, runs=40)
     assert by_idea(result) == {NOTHING: "no gain"} and by_idea(result, "runs")[NOTHING] <= 6
-    close, better = "--model.effect_b 0.951", "--model.effect_b 0.949"
-    result = experiments.race(NOTHING, close, better, runs=40)
-    assert by_idea(result, "runs")[NOTHING] <= 6 < by_idea(result, "runs")[better]
 
 
 def test_unknown_idea_gains_at_most(experiments):
-    result = experiments.race(NOTHING, runs=12, margin=0.002)
+    result = experiments.race(NOTHING, runs=9, margin=0.002)
     [idea] = result["ideas"]
-    assert idea["verdict"] == "unknown" and result["runs"] == 12 and -0.02 < idea["low"] < -0.002
-    text = experiments.race(NOTHING, runs=12, margin=0.002, json=False)
+    assert idea["verdict"] == "unknown" and result["runs"] == 9 and -0.02 < idea["low"] < -0.002
+    text = experiments.race(NOTHING, runs=9, margin=0.002, json=False)
     assert f"unknown, gains at most {-100 * idea['low']:.1f}%" in text and not experiments.started()
 
 
@@ -165,10 +162,10 @@ def test_idea_that_crashes_at_the_start_is_out(experiments):
 
 def test_runs_of_earlier_commands_count(experiments):
     options = {"margin": 0.002, "jobs": 1}
-    assert experiments.race(NOTHING, runs=8, **options)["runs"] == 8
+    assert experiments.race(NOTHING, runs=7, **options)["runs"] == 7
     first = experiments.started()
-    assert experiments.race(NOTHING, runs=13, **options)["runs"] == 13
-    assert len(experiments.started()) == 5 and not {*experiments.started()} & {*first}
+    assert experiments.race(NOTHING, runs=10, **options)["runs"] == 10
+    assert len(experiments.started()) == 3 and not {*experiments.started()} & {*first}
 
 
 def test_best_idea_joins_when_the_budget_is_spent(experiments):
@@ -193,20 +190,21 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()))
     for module in ("race", "runs"):
         monkeypatch.setattr(f"tools.experiment.{module}.time", clock)
-    result = experiments.race(NOTHING, minutes=10, jobs=1, margin=0.002)
-    assert 8 <= result["runs"] <= 10
-    assert 8 <= experiments.race(NOTHING, minutes=10, jobs=1, margin=0.002)["runs"] - result["runs"] <= 10
+    options = {"minutes": 7, "jobs": 1, "margin": 0.002}
+    result = experiments.race(NOTHING, **options)
+    assert 5 <= result["runs"] <= 7
+    assert 5 <= experiments.race(NOTHING, **options)["runs"] - result["runs"] <= 7
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_stopped_race_resumes(number, experiments):
     experiments.hook(stop_at(3, number))
-    experiments.race(A, B, error=SystemExit)
+    experiments.race(A, B, jobs=1, error=SystemExit)
     assert json.loads(experiments.output)["exit_code"] == 75
     before = [name for name in experiments.started() if int(name.rpartition("-")[2]) < 3]
     experiments.hook("")
     result = experiments.race(A, B)
-    assert len(before) >= 3 and not {*before} & {*experiments.started()}
+    assert len(before) == 3 and not {*before} & {*experiments.started()}
     assert result["stack"] == [A, B] and result["failed"] == 0
 
 
