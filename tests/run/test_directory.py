@@ -59,6 +59,11 @@ def stored(**changes):
     return settings, config
 
 
+def differences(settings, config):
+    """The lines with which a resume would refuse this config."""
+    return [*resume.differing_settings(complete_settings(settings), config).values()]
+
+
 def checkpoint_of(settings, step):
     """The facts of a manifest that a resume compares."""
     return SimpleNamespace(config=settings, step=step)
@@ -66,11 +71,9 @@ def checkpoint_of(settings, step):
 
 def test_missing_stored_setting_is_current_default():
     settings, config = stored(optimizer__betas=..., model__zero_init=...)
-    assert resume.differing_settings(complete_settings(settings), config) == {}
+    assert differences(settings, config) == []
     config = config.replace(**{"model.zero_init": True})
-    assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
-        "model.zero_init: False in the run, True now"
-    ]
+    assert differences(settings, config) == ["model.zero_init: False in the run, True now"]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +98,9 @@ def test_stored_choice_of_other_code_is_read(tmp_path):
 def test_resume_refuses_changed_batch_warmup(name):
     settings, config = stored(schedule__batch_warmup_from=2, schedule__batch_warmup_steps=4)
     config = config.replace(**{"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 4})
-    assert resume.differing_settings(complete_settings(settings), config) == {}
+    assert differences(settings, config) == []
     config = config.replace(**{f"schedule.{name}": 3})
-    assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
-        f"schedule.{name}: {settings['schedule'][name]} in the run, 3 now"
-    ]
+    assert differences(settings, config) == [f"schedule.{name}: {settings['schedule'][name]} in the run, 3 now"]
 
 
 @pytest.mark.parametrize(
@@ -136,29 +137,25 @@ def test_resume_refuses_changed_scheduled_values(changed, tmp_path, monkeypatch)
 def test_data_path_may_change_with_equal_hash():
     settings, config = stored(data__path="a.csv")
     config = config.replace(**{"data.path": "b.csv"})
-    assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
-        "data.path: a.csv in the run, b.csv now"
-    ]
+    assert differences(settings, config) == ["data.path: a.csv in the run, b.csv now"]
     settings["data"]["hash"] = "0123"
     config = config.replace(**{"data.hash": "0123"})
-    assert resume.differing_settings(complete_settings(settings), config) == {}
+    assert differences(settings, config) == []
 
 
 def test_mixture_paths_may_change_but_not_weights():
     settings, config = stored(data__mix={"a": 2.0, "b": 1.0}, data__hash="01+23")
     config = config.replace(**{"data.mix": {"c": 2.0, "d": 1.0}, "data.hash": "01+23"})
-    assert resume.differing_settings(complete_settings(settings), config) == {}
+    assert differences(settings, config) == []
     for mix, digest in ({"c": 1.0, "d": 2.0}, "01+23"), ({"c": 2.0, "d": 1.0}, None):
         settings["data"]["hash"] = digest
         config = config.replace(**{"data.mix": mix, "data.hash": digest})
-        assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
-            f"data.mix: {settings['data']['mix']} in the run, {mix} now"
-        ]
+        assert differences(settings, config) == [f"data.mix: {settings['data']['mix']} in the run, {mix} now"]
 
 
 def test_removed_stored_setting_is_named():
     settings, config = stored(optimizer__nesterov=True, schedule__cycles=3, tracking__colour="red")
-    assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
+    assert differences(settings, config) == [
         "optimizer.nesterov: True in the run, but this code has no such setting",
         "schedule.cycles: 3 in the run, but this code has no such setting",
     ]
@@ -529,11 +526,9 @@ def test_full_stdout_fails_results_but_not_training(words, exit_code, runs):
 def test_null_settings_are_resolved_before_comparison():
     settings, config = stored()
     settings["model"]["vocab_size"] = 17
-    assert [*resume.differing_settings(complete_settings(settings), config).values()] == [
-        "model.vocab_size: 17 in the run, 16 now"
-    ]
+    assert differences(settings, config) == ["model.vocab_size: 17 in the run, 16 now"]
     config = config.replace(**{"model.vocab_size": None})
-    assert resume.differing_settings(complete_settings(settings), config) == {}
+    assert differences(settings, config) == []
 
 
 def test_complete_settings_of_nothing_are_defaults():

@@ -88,6 +88,12 @@ def tokens_of(out):
     return {name: data for name, data in content(out).items() if name.endswith(".arrow")}
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The folder into which `datasets` copies what it reads."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Small pieces, blocks and files, so that a short text fills many."""
@@ -137,8 +143,7 @@ def test_in_validation_keeps_the_fraction():
     assert abs(fraction - 0.05) < 0.007  # standard error 0.0015
 
 
-def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_blocks, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_blocks):
     documents = make_documents(50)
     # Line endings of txt files are read as \n.
     documents = [text.replace("\r\n", "\n").replace("\r", "\n") for text in documents]
@@ -220,8 +225,7 @@ def test_prepare_accepts_validation_file_in_another_format(tmp_path):
         assert sorted(texts(out) + texts(out, "validation")) == ["to judge", "to learn"]
 
 
-def test_prepare_reads_split_of_dataset_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_prepare_reads_split_of_dataset_on_disk(tmp_path):
     of = {"train": ["to learn"], "validation": ["to judge"]}
     splits = {name: datasets.Dataset.from_dict({"text": text}) for name, text in of.items()}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
@@ -282,8 +286,7 @@ def test_prepare_refuses_broken_link(tmp_path):
             make(tmp_path / source, tmp_path / "out", validation="hash:0.0")
 
 
-def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_prepare_refuses_file_in_both_splits(tmp_path):
     (tmp_path / "texts").mkdir()
     for name in "ab":
         write_jsonl(tmp_path / "texts" / f"{name}.jsonl", [name])
@@ -301,27 +304,24 @@ def test_prepare_refuses_file_in_both_splits(tmp_path, monkeypatch):
     assert metadata["train"]["documents"] == metadata["validation"]["documents"] == 1
 
 
-@pytest.mark.parametrize("other", ["more.jsonl", "b.parquet"])
-def test_prepare_refuses_file_in_no_split(tmp_path, monkeypatch, other):
-    """`datasets` would leave it out: it reads one format, and files with names of splits if there are any."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"train.jsonl": ["a"], "more.jsonl": ["b"]}, "more.jsonl' would be in no split"),
+        ({"train.jsonl": ["a"], "b.parquet": ["b"]}, "b.parquet' would be in no split"),
+        ({"a.jsonl": ["a"], "b.jsonl": ["b"]}, "column names don't match"),
+    ],
+)
+def test_prepare_refuses_folder_that_datasets_reads_in_part(tmp_path, files, message):
+    """It reads one format, files with names of splits if there are any, and columns that all files have."""
     (tmp_path / "texts").mkdir()
-    write_jsonl(tmp_path / "texts" / "train.jsonl", ["a"])
-    write_jsonl(tmp_path / "texts" / other, ["b"])
-    assert f"{other}' would be in no split" in refusal(tmp_path / "texts", tmp_path / "out")
-
-
-def test_refused_folder_names_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "texts" / "b.jsonl").write_text('{"text": "b", "url": "c"}\n')
-    assert "column names don't match" in refusal(tmp_path / "texts", tmp_path / "out")
+    for name, texts in files.items():
+        write_jsonl(tmp_path / "texts" / name, texts, key="body" if name == "b.jsonl" else "text")
+    assert message in refusal(tmp_path / "texts", tmp_path / "out")
 
 
 def test_prepare_refuses_folder_of_txt_files(tmp_path, monkeypatch):
     """`datasets` would read each line as a document."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one\ndocument")
     message = refusal(tmp_path / "texts", tmp_path / "out")
@@ -390,14 +390,6 @@ def test_prepare_refuses_empty_split(tmp_path, documents, validation, named):
     write_jsonl(source, ["one", "two"])
     make(source, tmp_path / "out")
     assert texts(tmp_path / "out") == ["one", "two"] and not (tmp_path / "out.partial").exists()
-
-
-def test_prepare_refuses_hash_split_of_one_document(tmp_path):
-    """The refusal comes before anything is written."""
-    (tmp_path / "a.txt").write_text("one")
-    message = refusal(tmp_path / "a.txt", tmp_path / "out", validation="hash:0.005")
-    assert "validation: 'hash:0.005' chooses among documents, and" in message and "tail:0.1" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 # Tokenizers and pieces
@@ -703,8 +695,7 @@ def test_prepare_refuses_to_resume_with_changed_source(tmp_path, small_blocks, m
 
 
 @pytest.mark.parametrize("what", ["source", "tokenizer"])
-def test_prepare_detects_changed_folder(tmp_path, bpe, monkeypatch, what):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def test_prepare_detects_changed_folder(tmp_path, bpe, what):
     (tmp_path / "texts").mkdir()
     source = write_jsonl(tmp_path / "texts" / "a.jsonl", make_documents(20))
     shutil.copytree(bpe, tmp_path / "bpe")
@@ -814,6 +805,7 @@ def test_prepare_names_file_without_permission(tmp_path):
         ({"validation": "tail:"}, ["validation", "tail:0.1"]),
         ({"validation": "missing.txt"}, ["validation: ", "missing.txt"]),
         ({"validation": "0.1"}, ["validation: ", "'0.1'"]),
+        ({"validation": "hash:0.005"}, ["validation: 'hash:0.005' chooses among documents, and", "tail:0.1"]),
         ({"out": "/"}, ["out: / exists"]),
         ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
         ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
