@@ -12,13 +12,14 @@ from data.synthetic.stories import STORIES
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 from tests.support.story_endings import QUESTIONS, make_questions
 
-TEXT = "To be, or not to be? That is the question.\n" * 60
+TEXT = "To be, or not to be? That is the question.\n" * 200
 
 
 USING, EVALUATION = (commands((ROOT / "docs" / page).read_text()) for page in ("using.md", "evaluation.md"))
 assert len(USING) >= 7 and len(EVALUATION) >= 6
-SHORT = "--steps 2 --schedule.warmup_steps 1 --seq_len 32 --global_batch_size 2 --micro_batch_size 2"
-SHORT += " --tracking.wandb disabled"  # which takes longer than the training
+# What the pages print must train as printed, so nothing here may change the data or the model.
+SHORT = "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps null --global_batch_size 2 --micro_batch_size 2"
+SHORT += " --evaluation.num_samples 4 --tracking.wandb disabled"  # which takes longer than the training
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,12 @@ def folder(tmp_path_factory):
     train(*TINY_STORIES, "--steps", "4", "--out_dir", folder / "runs", "--name", "stories")
     text = f"--steps 4 --data.source text --data.path {folder}/corpora/mine --data.num_samples 1000"
     train(*TINY_STORIES, *text.split(), "--out_dir", folder / "runs", "--name", "mine")
-    python("python export.py runs/mine exports/english", folder)
     return folder
 
 
 @pytest.mark.parametrize("command", USING)
 def test_command_of_using_page_works(command, folder):
     more = SHORT if "train.py" in command else "--num_workers 1" if "data.prepare" in command else ""
-    if "corpora/answers" in command:
-        more = more.replace("--seq_len 32", "--seq_len 96")
     done = python(f"{command} {more}", folder)
     if "sample.py runs/stories" in command:
         assert done.stdout.count("Meet a brave girl") == 2 and done.stdout.count("the model's -") == 2
@@ -57,7 +55,6 @@ def test_command_of_using_page_works(command, folder):
 
 @pytest.mark.parametrize("command", EVALUATION[:3])
 def test_command_of_evaluation_page_works(command, folder):
-    command = command.replace("exports/stories", "exports/other")  # the other page has made it
     done = python(command, folder)
     if "evaluate.py" in command:
         run = folder / re.search(r"runs/\w+", command)[0]

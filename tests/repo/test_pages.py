@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from config.parser import parse_config
 from config.schema import TrainConfig
 from docs import settings
 from tests.conftest import ROOT, commands, python, shell
@@ -58,7 +59,7 @@ def shortened(command, out_dir):
         command += SMALL_GPT2 if "train.py" in command else " --validation hash:0.1"
     if "train.py" in command:
         command += f" --out_dir {out_dir} --steps 3 --tracking.wandb disabled"
-    return command.replace(" runs/", f" {out_dir}/").replace(" 420", " 2")
+    return command.replace(" runs/", f" {out_dir}/").replace(" 1020", " 2")
 
 
 def marked(command):
@@ -137,6 +138,43 @@ def test_code_names_of_page_exist(name):
     text = re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text())
     named = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text)) - {"requires_grad_", "with_format"}  # torch's, datasets'
     assert not [word for word in named if word not in code]
+
+
+def trainings(text):
+    """The command lines of train.py in a page, as lists of words."""
+    lines = [line for line in commands(text) if "train.py" in line or line == "make train"]
+    lines += [line.strip() for line in re.findall(r"^    python train.py .*", text, re.MULTILINE)]
+    in_python = re.findall(r'args=\("train", ([^)]*)\)', text)
+    return [line.split() for line in lines] + [re.findall(r'"([^"]+)"', arguments) for arguments in in_python]
+
+
+def run_name(words):
+    if "--name" in words:
+        return words[words.index("--name") + 1]
+    return re.sub(r".*/|\.yaml", "", words[words.index("--config") + 1]) if "--config" in words else "stories"
+
+
+def test_commands_of_pages_train_runs_of_their_own():
+    """A second run of the same name would be complete already, so that it trains nothing."""
+    pages = [README, *(page(name) for name in ("launching", "runs", "data", "using", "comparing", "evaluation"))]
+    words = [words for text in pages for words in trainings(text) if "--print_config" not in words]
+    names = [run_name(one) for one in words]
+    assert len(names) > 12 and "notebook" in names
+    assert not [name for name in names if names.count(name) > 1]
+
+
+def test_pages_export_to_folders_of_their_own():
+    texts = [README, *(page(name) for name in ("using", "evaluation", "data"))]
+    folders = [line.split()[3] for text in texts for line in commands(text) if line.startswith("python export.py")]
+    assert len(folders) > 3 and len({*folders}) == len(folders)
+
+
+@pytest.mark.parametrize("name", ["runs", "debugging", "comparing", "reliability", "using"])
+def test_checkpoints_of_pages_are_kept_by_make_train(name):
+    config = parse_config(["--config", str(ROOT / "configs" / "stories.yaml")])
+    saved = [*range(config.checkpoint.every, config.steps, config.checkpoint.every), config.steps]
+    named = re.findall(r"runs/stories/checkpoints/step-(\d+)", page(name))
+    assert {int(step) for step in named} <= {*saved[-config.checkpoint.keep :]}
 
 
 def test_examples_page_trains_a_run_of_its_own():

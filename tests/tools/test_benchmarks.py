@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -87,6 +88,27 @@ def test_ratios_are_taken_round_by_round():
     assert theirs == ["", "theirs", "6 (2 to 80)", ""]
     assert before[3] == "1.25x theirs (0.5 to 2, 2 rounds)", "of the rounds that both have"
     assert broken == ["", "broken: RuntimeError: it broke", "", ""]
+
+
+def test_overhead_of_page_is_that_of_the_results():
+    groups = tables.read_result("overhead")["figures"]
+    ratios, halves = [], []
+    for cases in groups.values():
+        for case in cases.values():
+            for other in case.get("against", []):
+                pairs = zip(case["seconds"], cases[other]["seconds"], strict=True)
+                longer = [100 * (ours / theirs - 1) for ours, theirs in pairs]
+                if other.startswith("bare loop"):
+                    ratios.append((statistics.median(longer), statistics.quantiles(longer, n=4)))
+                else:
+                    ratio = tables.format_ratios({**case, "against": [other]}, cases, "tokens_per_second")
+                    halves.append(re.search(r"\((.*)\)$", ratio)[1])
+    medians = [middle for middle, _ in ratios]
+    text = " ".join(tables.PAGE.read_text().split())
+    assert f"takes {min(medians):.0f}% to {max(medians):.0f}% longer than a bare loop" in text
+    lowest, highest = min(low for _, (low, *_) in ratios), max(high for _, (*_, high) in ratios)
+    assert f"with quartiles from {lowest:.0f}% to {highest:.0f}%" in text
+    assert f"at {halves[0]} times (0.46M parameters) and {halves[1]} times (3.4M parameters)" in text
 
 
 # Runner
