@@ -9,7 +9,10 @@ from model.config import GPTConfig
 
 
 class KVCache:
-    """Keys and values of one layer for the first `length` positions, in buffers [B, K, capacity, D]."""
+    """Keys and values of one layer for the first `length` positions, in buffers [B, K, capacity, D].
+
+    The values of a fork may have another D than its keys.
+    """
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
@@ -18,8 +21,9 @@ class KVCache:
         """Append T positions; return the keys and values of all positions."""
         begin, self.length = self.length, self.length + k_BKTD.shape[2]
         if begin == 0:
-            B, K, _, D = k_BKTD.shape
-            self.keys, self.values = (k_BKTD.new_empty(B, K, self.capacity, D) for _ in range(2))
+            self.keys, self.values = (
+                x_BKTD.new_empty(*x_BKTD.shape[:2], self.capacity, x_BKTD.shape[3]) for x_BKTD in (k_BKTD, v_BKTD)
+            )
         self.keys[:, :, begin : self.length], self.values[:, :, begin : self.length] = k_BKTD, v_BKTD
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 

@@ -182,7 +182,7 @@ class EagerAttention(torch.autograd.Function):
         scores_NTS = torch.baddbmm(attn_bias_TS, q_NTD, k_NSD.mT, alpha=1 / math.sqrt(D))
         weights_NTS = scores_NTS.softmax(dim=-1, dtype=torch.float32).type_as(v_NSD)
         ctx.save_for_backward(q_NTD, k_NSD, v_NSD, weights_NTS)
-        return (weights_NTS @ v_NSD).view(q_BHTD.shape)
+        return (weights_NTS @ v_NSD).unflatten(0, q_BHTD.shape[:2])  # a fork's values may be narrower than its keys
 
     @staticmethod
     @torch.autograd.function.once_differentiable

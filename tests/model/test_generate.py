@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from model import gpt
 from model.generate import KVCache, sample_tokens
 from tests.model.test_model import make_lively_model, make_model, make_tokens
+from training.cpu_kernels import use_cpu_kernels
 
 KINDS = {
     "learned": {},
@@ -45,6 +47,31 @@ def test_logits_with_kv_cache_equal_full_forward(settings, parts):
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens)[0], rtol=1e-6, atol=1e-6)  # rope is in float32
     with pytest.raises(ValueError, match="input_ids: 17 tokens"):
         model(make_tokens(length=6), cache=cache)
+
+
+class NarrowValues(gpt.Attention):
+    """The attention of a fork, whose values have half of the width of its keys."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.width = self.head_dim // 2
+        self.v_proj = torch.nn.Linear(config.d_model, config.resolved_n_kv_heads * self.width)
+        self.out_proj = torch.nn.Linear(config.n_heads * self.width, config.d_model)
+
+    def forward(self, x_BTC, rope, mask, cache=None):
+        projections = (self.q_proj, self.head_dim), (self.k_proj, self.head_dim), (self.v_proj, self.width)
+        q, k, v = (project(x_BTC).unflatten(-1, (-1, width)).transpose(1, 2) for project, width in projections)
+        k, v = (k, v) if cache is None else cache.append(k, v)
+        return self.out_proj(gpt.attention(q, k, v, mask, 0.0, self.sdpa).transpose(1, 2).flatten(-2))
+
+
+def test_values_may_be_narrower_than_keys(monkeypatch):
+    monkeypatch.setattr(gpt, "Attention", NarrowValues)
+    network, tokens = make_lively_model(), make_tokens()
+    use_cpu_kernels(network)
+    cache = [KVCache(11) for _ in network.blocks]
+    pieces = [network(piece, cache=cache)[0] for piece in tokens.split((5, 1, 5), dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), network(tokens)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_each_token_is_computed_once():

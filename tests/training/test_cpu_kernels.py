@@ -94,10 +94,13 @@ def test_rms_norm_leaves_other_dtypes_to_pytorch(dtype):
     torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), norm.weight), rtol=0, atol=0)
 
 
-def test_eager_attention_equals_fused_kernel():
-    ours = [leaf(2, 3, 17, 8, dtype=torch.float64, seed=seed) for seed in range(3)]
+@pytest.mark.parametrize("value_width", [8, 5, 11], ids=["equal", "narrower", "wider"])
+def test_eager_attention_equals_fused_kernel(value_width):
+    """Also for a fork whose values have another width than its keys."""
+    widths = 8, 8, value_width
+    ours = [leaf(2, 3, 17, width, dtype=torch.float64, seed=seed) for seed, width in enumerate(widths)]
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
-    gradient = torch.randn(2, 3, 17, 8, generator=torch.Generator().manual_seed(3)).double()
+    gradient = torch.randn(2, 3, 17, value_width, generator=torch.Generator().manual_seed(3)).double()
     result, expected = EagerAttention.apply(*ours), F.scaled_dot_product_attention(*theirs, is_causal=True)
     result.backward(gradient)
     expected.backward(gradient)
