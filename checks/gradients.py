@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from checks.model import build_perturbed, with_short_windows
 from config.schema import TrainConfig
-from data.loader import load_batch
+from data.loader import load_batch, model_inputs
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import CHUNK_BYTES, count_targets, soft_cap
@@ -92,7 +92,7 @@ def make_small(config: GPTConfig, length: int) -> GPTConfig:
 def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
     """Return a batch of rows cut to `length` positions, all of them targets except for half of the first row."""
     num_rows, num_samples = MIN_TARGETS // (length - 1) + 2, len(dataset)
-    batch = load_batch(dataset, [index % num_samples for index in range(num_rows)])
+    batch = model_inputs(load_batch(dataset, [index % num_samples for index in range(num_rows)]))
     batch = {name: rows[:, :length].clone() for name, rows in batch.items()}
     batch["labels"] = batch["labels"].where(batch["labels"] != -100, batch["input_ids"])
     batch["labels"][0, length // 2 :] = -100

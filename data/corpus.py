@@ -19,7 +19,9 @@ from model.loss import MetricSums
 class SampleDataset(Protocol):
     """A map-style dataset. Each sample is one sequence of T tokens: {"input_ids": int64 [T], "labels": int64 [T]}.
 
-    With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document.
+    With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document. The
+    other keys of a fork's sample are arguments of GPTModel.forward, except those that begin with "score_", of any
+    shape, which only `score_logits` and `score_model` read.
     """
 
     def __len__(self) -> int: ...

@@ -20,6 +20,9 @@ Batch = dict[str, Tensor]
 All sequences have T tokens. A dataset of shorter texts, such as the stories, pads them, and its labels there are -100:
 padding costs time, but it is no target of the loss."""
 
+SCORE_PREFIX = "score_"
+"""Keys that begin with it are no arguments of the model: only the scores of an evaluation read them."""
+
 SAMPLES_AT_ONCE = 64  # that a process loads together, if it has no workers
 MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
@@ -128,14 +131,20 @@ class StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s.
 
     Training, verify.py and tools.replay all read their batches here. To train on shorter sequences in some steps, cut
-    the rows here and count their tokens in `BatchSizes.tokens_before`.
+    the rows here and count their tokens in `BatchSizes.tokens_before`. Both know the number of steps of the run, here
+    as `self.global_batches.sizes.steps`.
     """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):
         self.dataset, self.global_batches, self.rank, self.num_processes = dataset, global_batches, rank, num_processes
 
     def __getitem__(self, step: int) -> Batch:
-        return load_batch(self.dataset, self.global_batches.indices(step, self.rank, self.num_processes))
+        return model_inputs(load_batch(self.dataset, self.global_batches.indices(step, self.rank, self.num_processes)))
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """Return the part of a batch that is for the model."""
+    return {name: tensor for name, tensor in batch.items() if not name.startswith(SCORE_PREFIX)}
 
 
 def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:

@@ -33,11 +33,19 @@ class BatchSizes:
     micro-batches, they can split all.
 
     Attributes:
+        steps: the number of steps of the run, for a fork whose batches depend on it; None: unknown.
         increase_steps: the steps, from 0, at which the size grows.
     """
 
-    def __init__(self, global_batch_size: int, warmup_from: int | None = None, warmup_steps: int | None = None):
+    def __init__(
+        self,
+        global_batch_size: int,
+        warmup_from: int | None = None,
+        warmup_steps: int | None = None,
+        steps: int | None = None,
+    ):
         self.global_batch_size, self.first_size = global_batch_size, warmup_from or global_batch_size
+        self.steps = steps
         num_increases = global_batch_size // self.first_size - 1
 
         # Increase i comes after i / num_increases of the warm-up, rounded up to a whole step.
@@ -50,7 +58,7 @@ class BatchSizes:
         """Return the sizes for a config whose `global_batch_size` is resolved."""
         assert config.global_batch_size is not None, "the config is resolved"
         schedule = config.schedule
-        return cls(config.global_batch_size, schedule.batch_warmup_from, schedule.batch_warmup_steps)
+        return cls(config.global_batch_size, schedule.batch_warmup_from, schedule.batch_warmup_steps, config.steps)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "BatchSizes":
@@ -59,6 +67,7 @@ class BatchSizes:
             settings["global_batch_size"],
             warmup_from=settings["schedule.batch_warmup_from"],
             warmup_steps=settings["schedule.batch_warmup_steps"],
+            steps=settings["steps"],
         )
 
     def size(self, step: int) -> int:

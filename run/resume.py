@@ -11,6 +11,7 @@ from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, valid
 from config.errors import ConfigError, OtherRunError
 from config.schema import TrainConfig
 from config.stored_settings import complete_settings, read_settings, unknown_settings
+from data.sampler import BatchSizes
 from model.config import GPTConfig
 from run.directory import Run
 from training.schedule import SCHEDULES, scheduled_value
@@ -107,11 +108,19 @@ def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> No
     if config.steps != stored["steps"] and not different:
         old_config = config.replace(steps=stored["steps"])
         # Unscheduled values by name: optimizer.lr is base_values["lr"].
-        base_values = {name: stored[key] for key in stored for name in SCHEDULES if key.endswith(f".{name}")}
+        base_values = {name: stored[key] for key in stored for name in SCHEDULES if f".{key}".endswith(f".{name}")}
         for now, (name, value) in product(range(run.first_step(), step), base_values.items()):
             old, new = scheduled_value(name, value, old_config, now), scheduled_value(name, value, config, now)
             if old != new:
                 change = f"in step {now}, {'the learning rate' if name == 'lr' else name} was {old} and would be {new}"
+                different["steps"] = f"steps: {stored['steps']} in the run, {config.steps} now: {change}"
+                break
+        # A fork may let the sizes and the lengths of the batches depend on the number of steps.
+        old_sizes, sizes = BatchSizes.from_config(old_config), BatchSizes.from_config(config)
+        for now in range(run.first_step(), step) if not different else ():
+            old, new = (each.tokens_before(now + 1, config.seq_len) for each in (old_sizes, sizes))
+            if (old, old_sizes.size(now)) != (new, sizes.size(now)):
+                change = f"until step {now + 1}, the run had {old:,} tokens and would have {new:,}"
                 different["steps"] = f"steps: {stored['steps']} in the run, {config.steps} now: {change}"
                 break
     if different:

@@ -46,7 +46,7 @@ from config.errors import ConfigError
 from config.paths import expand_user_path
 from config.stored_settings import config_of
 from data.corpus import Corpus
-from data.loader import Batch, BatchLoader, StepDataset
+from data.loader import Batch, BatchLoader
 from distributed.launch import start_accelerator
 from distributed.launch_checks import check_launch
 from distributed.state_hash import state_digest
@@ -81,11 +81,11 @@ def main(config: ReplayConfig) -> None:
     warm_up(state, loader.load(first)[0])
 
     # Retrain the steps; before the last one, compute the loss of each of its sequences.
-    logged, rows, losses = {row["step"]: row for row in run.metrics()}, [], []
+    logged, rows, sequences = {row["step"]: row for row in run.metrics()}, [], []
     for step in range(first, config.step):
         micro_batches, is_last = loader.load(step), step + 1 == config.step
         if is_last:
-            losses = gather_object(sequence_losses(state, step, micro_batches))
+            sequences = gather_object(sequences_with_losses(state, step, micro_batches))
         try:
             train_step(state, step, micro_batches)
             result = state.results.read(wait=True)
@@ -105,18 +105,20 @@ def main(config: ReplayConfig) -> None:
         return
 
     # Print the sequences of the global batch: index in the training set, loss and text, the highest loss first.
-    batch = StepDataset(corpus.train, global_batches, rank=0, num_processes=1)[config.step - 1]
     indices = global_batches.indices(config.step - 1)
-    sequences = zip(losses, indices, batch["input_ids"], batch["labels"], strict=True)
-    order = sorted(sequences, key=lambda sequence: (math.isfinite(sequence[0]), -sequence[0]))
-    not_finite = sum(not math.isfinite(loss) for loss in losses)
+    names = [f"sample {index}" for index in indices]
+    if len(indices) != len(sequences):  # the StepDataset of a fork makes other rows of the samples
+        names = [f"row {row}" for row in range(len(sequences))]
+    named = zip(names, sequences, strict=True)
+    order = sorted(named, key=lambda item: (math.isfinite(item[1][0]), -item[1][0]))
+    not_finite = sum(not math.isfinite(loss) for loss, *_ in sequences)
     print(f"sequences of step {config.step}: {len(order)}, {not_finite} of them not finite; highest losses first:")
-    for loss, index, input_ids, labels in order[: config.num_sequences]:
-        targets = (labels != -100).nonzero()
-        tokens = input_ids[: int(targets.max()) + 1 if len(targets) else None].tolist()
+    for name, (loss, tokens, labels) in order[: config.num_sequences]:
+        targets = [position for position, label in enumerate(labels) if label != -100]
+        tokens = tokens[: targets[-1] + 1 if targets else None]
         text = corpus.tokenizer.decode(tokens, skip_special_tokens=False) if corpus.tokenizer else str(tokens)
         mark = "" if math.isfinite(loss) else ", NOT FINITE"
-        print(f"  sample {index}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")
+        print(f"  {name}: loss {loss:.4f}{mark}; {text[:MAX_TEXT_LENGTH]!r}")
 
 
 def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int, list[str]]:
@@ -180,14 +182,19 @@ def checkpoint_before(run: Run, step: int, branch_from: str | None) -> tuple[Pat
 
 
 @torch.no_grad()
-def sequence_losses(state: TrainState, step: int, micro_batches: list[Batch]) -> list[float]:
-    """Return the training objective of each local sequence of `step` (from 0), divided by its number of targets.
+def sequences_with_losses(
+    state: TrainState, step: int, micro_batches: list[Batch]
+) -> list[tuple[float, list[int], list[int]]]:
+    """Return (loss, tokens, labels) of each local sequence of `step` (from 0).
+
+    The loss is the training objective divided by the number of targets of the sequence.
 
     In each forward only one sequence of a micro-batch has targets. So every one has the shapes, the dropout and the
     precision of the training step, whatever its loss is made of.
     """
     apply_schedules(state.optimizer, state.network, state.config, step)  # a fork may schedule dropout
     losses: list[Tensor] = []
+    rows = [row for batch in micro_batches for row in zip(batch["input_ids"], batch["labels"], strict=True)]
     for index, batch in enumerate(micro_batches):
         for row, targets in enumerate(batch["labels"]):
             labels = torch.full_like(batch["labels"], -100)
@@ -195,7 +202,8 @@ def sequence_losses(state: TrainState, step: int, micro_batches: list[Batch]) ->
             state.seed_micro_batch(step, index, len(micro_batches))
             _, loss_sum, _ = state.model(**{**batch, "labels": labels}, num_items_in_batch=1.0)
             losses.append(loss_sum / count_targets(labels).clamp(min=1))
-    return torch.stack(losses).tolist()
+    pairs = zip(torch.stack(losses).tolist(), rows, strict=True)
+    return [(loss, tokens.tolist(), labels.tolist()) for loss, (tokens, labels) in pairs]
 
 
 def describe_outcome(rows: list[tuple[dict[str, Any], dict[str, Any]]], differences: list[str]) -> str:

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from data.corpus import Corpus
-from data.loader import load_batch
+from data.loader import load_batch, model_inputs
 from distributed.collectives import all_gather
 from distributed.sharding import reshard
 from model.loss import count_targets
@@ -45,7 +45,8 @@ def evaluate(
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
         batch = {key: tensor.to(accelerator.device) for key, tensor in samples.items()}
         logits_to_keep = 0 if score else None  # 0 is all of them
-        logits, loss_sum, auxiliary = model(**batch, num_items_in_batch=1, logits_to_keep=logits_to_keep)
+        inputs = model_inputs(batch)
+        logits, loss_sum, auxiliary = model(**inputs, num_items_in_batch=1, logits_to_keep=logits_to_keep)
         sums = {"loss": (loss_sum, count_targets(batch["labels"])), **auxiliary}
         sums |= score(logits, batch) if score else {}
         if corpus.score_model:

@@ -26,7 +26,8 @@ def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
 
 # To schedule a setting, add its name here: a key of the optimizer's groups (lr, weight_decay, betas, ...), grad_clip,
 # or a setting of the model that its modules read from an attribute of the same name, such as dropout. The function
-# takes the configured value, the config and the step (from 0).
+# takes the configured value, the config and the step (from 0). A resume with other `steps` compares the values of all
+# completed steps, also those of any other setting that is named here.
 SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {
     "lr": lr,
     "ema_decay": ema_decay,

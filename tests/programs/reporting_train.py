@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 import torch
 
 import model.gpt
@@ -41,7 +42,8 @@ def with_z_loss(logits_NV, targets_N, config):
 
 def score(logits, batch):
     targets = batch["labels"][:, 1:]
-    return {"top1": ((logits[:, :-1].argmax(dim=-1) == targets).sum(), (targets != -100).sum())}
+    rows = batch["score_row"].sum(), len(targets)
+    return {"top1": ((logits[:, :-1].argmax(dim=-1) == targets).sum(), (targets != -100).sum()), "row": rows}
 
 
 def score_generated(network, batch):
@@ -51,9 +53,26 @@ def score_generated(network, batch):
     return {"generated": (generated.sum(), len(generated))}
 
 
+class Numbered:
+    """A data set with a number of each sample, which only the score reads."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+    def arrays(self, indices):
+        return {**self.dataset.arrays(indices), "score_row": np.array(indices) / 2}
+
+
 def corpus_with_scores(config):
     corpus = load_corpus(config)
     corpus.validation.entropy_nats = 0.0
+    corpus.train, corpus.validation = Numbered(corpus.train), Numbered(corpus.validation)
     corpus.score_model = score_generated
     corpus.score_logits, corpus.score_texts = score, lambda texts: {"characters": (sum(map(len, texts)), len(texts))}
     return corpus

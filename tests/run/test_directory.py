@@ -19,6 +19,7 @@ from config.parser import parse_config
 from config.schema import TrainConfig
 from config.stored_settings import complete_settings, read_settings
 from data.corpus import load_corpus
+from data.sampler import BatchSizes
 from run import resume
 from run.directory import Run, Status
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
@@ -132,6 +133,39 @@ def test_resume_refuses_changed_scheduled_values(changed, tmp_path, monkeypatch)
         ConfigError, match=f"4 in the run, 8 now: in step {changed}, weight_decay was 2.0 and would be 4.0"
     ):
         resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
+
+
+def half_of_the_run(monkeypatch):
+    """Train on sequences of half the length in the first half of the steps."""
+    count = BatchSizes.tokens_before
+
+    def count_cut(self, step, seq_len):
+        return count(self, step, seq_len) - seq_len // 2 * self.sequences_before(min(step, self.steps // 2))
+
+    monkeypatch.setattr(BatchSizes, "tokens_before", count_cut)
+
+
+def size_at_the_end(monkeypatch):
+    """Train on a larger batch in the last step of the run, whose tokens a fork forgets to count."""
+    size = BatchSizes.size
+    monkeypatch.setattr(BatchSizes, "size", lambda self, step: size(self, step) * (1 + (step == self.steps - 1)))
+
+
+def named_schedule(monkeypatch):
+    """Name a dependence that no batch shows."""
+    monkeypatch.setitem(SCHEDULES, "seq_len", lambda value, config, step: value * (1 + step) // config.steps)
+
+
+@pytest.mark.parametrize("curriculum", [half_of_the_run, size_at_the_end, named_schedule])
+def test_resume_refuses_other_batches_of_completed_steps(curriculum, tmp_path, monkeypatch):
+    curriculum(monkeypatch)
+    settings, config = stored()
+    config = config.replace(**{"schedule.name": "constant", "schedule.warmup_steps": 0, "steps": 8})
+    settings |= {"schedule": config.schedule.model_dump(), "steps": 4}
+    with pytest.raises(ConfigError, match=r"steps: 4 in the run, 8 now: (until|in) step \d, "):
+        resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
+    monkeypatch.undo()
+    resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
 
 
 def test_data_path_may_change_with_equal_hash():

@@ -91,6 +91,7 @@ def test_auxiliary_metrics_are_divided_by_own_count(reported):
     assert last["val/perplexity"] == pytest.approx(loss.exp().item(), rel=1e-5)
     assert last["val/z_loss"] == pytest.approx(z_loss.item(), rel=1e-5)
     assert last["val/top1"] == pytest.approx(top1.item())
+    assert last["val/row"] == sum(range(7)) / 2 / 7, "a number of each sample, which the model does not get"
     assert last["val/targets_per_row"] == pytest.approx(targets) and last["val/nothing"] is None
     prompts = torch.stack([row["input_ids"][:4] for row in StoriesDataset("validation", 7, 0, 128)])
     generated = model(prompts)[0][:, -1].argmax(-1)

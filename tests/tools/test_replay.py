@@ -117,6 +117,30 @@ def test_diverged_run_has_no_finite_sequence(tmp_path):
     assert "step 2: loss = nan" in shown and "sequences of step 2: 6, 6 of them not finite" in shown
 
 
+SPLITS = """
+import sys, data.loader as loader
+from cli import scripts
+load = loader.StepDataset.__getitem__
+def split(self, step):
+    return {name: rows.reshape(-1, rows.shape[1] // 2) for name, rows in load(self, step).items()}
+loader.StepDataset.__getitem__ = split
+del sys.argv[0]
+if sys.argv[0] == "train.py":
+    scripts.run_and_exit("train")
+from tools import replay
+scripts.run_and_exit("tools.replay", replay.ReplayConfig)
+"""
+
+
+def test_rows_of_a_fork_are_shown(tmp_path):
+    """Its StepDataset makes two rows of each sample."""
+    recipe = [*map(str, RECIPE), "--out_dir", str(tmp_path), "--name", "run", "--check_replicas_every", "0"]
+    for words in (["train.py", *recipe], ["tools.replay", str(tmp_path / "run"), "2"]):
+        done = forked.run("-c", [SPLITS, *words], 0, environment())
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "sequences of step 2: 12, " in done.stdout and len(re.findall(r"\n  row \d+: loss ", done.stdout)) == 8
+
+
 @pytest.mark.slow
 def test_skipped_update_is_replayed(tmp_path):
     skips = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
