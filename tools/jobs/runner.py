@@ -205,7 +205,7 @@ class JobRunner:
                 self._running[job] = self._start(job)
 
     def _start(self, job: Job) -> Started:
-        if self.code not in (None, code_hash()):
+        if self.code is not None and self.code != code_hash():
             raise RunError(
                 "the code has changed since the first run was started; runs of different code are not comparable"
             )
