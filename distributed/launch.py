@@ -5,6 +5,7 @@ compilation belong to this repository, and launch_checks.py refuses launch setti
 """
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ from distributed.rendezvous import fresh_store
 from distributed.world import is_main_process, num_processes, process_rank
 
 TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable, which selects a device other than its own choice
+
+
+LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|RANKID|SIZE|NRANKS)|MASTER_(ADDR|PORT)")  # of torchrun, mpirun and others
 
 
 def env_flag(environment: Mapping[str, str], name: str) -> bool:
@@ -71,19 +75,30 @@ def join_process_group(config: TrainConfig) -> None:
 def start_accelerator(config: TrainConfig) -> Accelerator:
     """Initialise the process group (see `join_process_group`) and return the Accelerator of this process.
 
-    Raise ConfigError if Accelerate counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
+    Raise ConfigError if the variables of a launcher are incomplete, as those that are left behind in a shell, or if
+    Accelerate counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
     """
     use_cpu, world_size = uses_cpu(os.environ), num_processes()
-    if use_cpu:
-        prepare_cpu()
-    if config.exact:
-        prepare_exact()
-    join_process_group(config)
-    accelerator = Accelerator(
-        cpu=use_cpu,
-        fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    variables = sorted(filter(LAUNCH_VARIABLE.fullmatch, os.environ))  # before Accelerate adds others
+    try:
+        if use_cpu:
+            prepare_cpu()
+        if config.exact:
+            prepare_exact()
+        join_process_group(config)
+        accelerator = Accelerator(
+            cpu=use_cpu,
+            fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+    except ValueError as error:  # of torch, Accelerate or int(): each reads other variables
+        if not variables or "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher has set all of them
+            raise
+        raise ConfigError(
+            f"{', '.join(variables)}: set in the environment, perhaps by an earlier launch, but not enough to join its "
+            f"processes ({str(error).splitlines()[0]}); run `unset {' '.join(variables)}`, or use accelerate launch or "
+            "torchrun"
+        ) from None
     if accelerator.num_processes != world_size:
         raise ConfigError(
             f"WORLD_SIZE: {world_size} process(es), but Accelerate started {accelerator.num_processes}; use accelerate "

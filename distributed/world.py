@@ -2,17 +2,30 @@
 
 import os
 
+from config.errors import ConfigError
+
 
 def num_processes() -> int:
     """Return the number of processes on all machines."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return read_number("WORLD_SIZE", 1)
 
 
 def process_rank() -> int:
     """Return the rank of this process among all processes, from 0."""
-    return int(os.environ.get("RANK", 0))
+    return read_number("RANK", 0)
+
+
+def read_number(variable: str, default: int) -> int:
+    """Return the number in an environment variable, or the default; raise ConfigError if it has no number."""
+    value = os.environ.get(variable, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"{variable}: {value!r} is not a number; unset it, or use accelerate launch or torchrun")
+    return int(value)
 
 
 def is_main_process() -> bool:
-    """Return whether this is process 0, the one that prints."""
-    return process_rank() == 0
+    """Return whether this is process 0, the one that prints. A process whose RANK is wrong prints that."""
+    try:
+        return process_rank() == 0
+    except ConfigError:
+        return True

@@ -15,7 +15,7 @@ from config.errors import ConfigError
 from config.schema import DataConfig, TeacherConfig, TrainConfig
 from distributed import launch_checks
 from distributed.launch import uses_cpu
-from tests.conftest import ROOT, TINY_STORIES, environment, what_is_started
+from tests.conftest import ROOT, TINY_STORIES, environment, train, what_is_started
 from tests.support.forked import Launch, free_port
 
 FILES = ROOT / "accelerate_configs"
@@ -316,6 +316,32 @@ def test_different_settings_are_refused_on_all_processes(runs):
     assert "evaluation.num_samples: 7 in process 0, 9 in process 1\n  seed: 0 in process 0, 1 in process 1\n" in err
     code, err = start_both("--data.num_workers", "1", "--out_dir", str(runs / "." / ".." / runs.name))
     assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_RANK PMI_SIZE"),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, "LOCAL_RANK RANK WORLD_SIZE"),
+    ],
+    ids=str,
+)
+def test_variables_left_by_a_launcher_are_named(variables, named, runs):
+    """torch, Accelerate and int() each raise another error."""
+    done = train(*TINY_STORIES, "--out_dir", runs, exit_code=2, **variables)
+    assert "Traceback" not in done.stderr and f"run `unset {named}`, or use accelerate launch" in done.stderr, (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": ""}, {"WORLD_SIZE": "two"}], ids=str)
+def test_variables_without_number_are_refused(variables, runs):
+    """They are read before torch is imported."""
+    done = train(*TINY_STORIES, "--out_dir", runs, exit_code=2, **variables)
+    assert done.stderr.startswith("train.py: error: WORLD_SIZE: ") and done.stderr.count("\n") == 1
+    assert "is not a number; unset it" in done.stderr
 
 
 @pytest.mark.slow
