@@ -7,8 +7,8 @@ power of two and divides the number of micro-batches in a global batch.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
 is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
-branch (`branch_from`, a checkpoint of another run) continues from its parent. Everything else, such as the learning
-rate, the global batch and the random draws of step s, is computed from (config, s).
+branch (`branch_from`, a checkpoint of another run) continues from its parent. Everything else is computed from the
+config, s and the counters: the learning rate, the global batch, the random draws and, in fp16, the loss scale.
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -96,7 +96,7 @@ def main(config: TrainConfig) -> None:
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, models)
         else:
-            check_finite_val_loss(start.metrics, start.step)  # raises again if the run ended so
+            check_finite_val_loss(start.metrics, start.step)  # NaN is an error also when the command is repeated
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
         accelerator.wait_for_everyone()
     accelerator.print("Training finished.")
@@ -147,6 +147,8 @@ def train(
         since=(start.step, start.tokens),
     )
 
+    # Before a checkpoint counts as complete, the saver calls `sync_metrics`, which brings the logged rows to the disk;
+    # after that it calls `record_progress`, which writes the step to status.json.
     with (
         Reporter(config, run, start.step, accelerator) as reporter,
         Saver(
@@ -159,7 +161,7 @@ def train(
         # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
         warm_up(state, loader.load(start.step)[0])
 
-        # A new run evaluates its initial model, if it evaluates more than the final one.
+        # A new run evaluates its initial model, unless it evaluates only the final one.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -167,10 +169,10 @@ def train(
         gc.freeze()  # exempts the objects created so far, which live to the end, from garbage collection
         throughput.restart(start.step)
 
-        metrics: dict[str, Any] = {}  # of the last step, logged and saved together
+        metrics: dict[str, Any] = {}  # of the newest step; after the loop, of the final one
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             if profiler:
-                profiler.step()
+                profiler.step()  # a trace begins and ends between steps, and step 1 begins here
 
             # What is due after this step: every so many steps and after the last one; never with 0. Logs, evaluations
             # and checkpoints are numbered by completed steps; the initial model is 0.
@@ -182,20 +184,21 @@ def train(
 
             # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
             with block_statistics.record(log_now):
-                # A failed save stops all processes in the same step; `saver.wait` below then raises.
+                # A failed save stops all processes in the same step, and `saver.save` below raises its reason.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Read the result of the previous step while the device computes this one; there is none after step 1. With
-            # `wait`, the host waits for the device here and reads the result of this step. If updates may be skipped,
-            # train_step has read this step already.
-            #
-            # The all-reduce of a step carries the stop flags of all processes, so all of them see a flag in the same
-            # step. If the previous step had one, `read` itself also reads this step, and so checks it for NaN before
-            # it is saved below.
+            # Read the result of the previous step while the device computes this one. The first step of a session has
+            # no previous one, so the result is None. With `wait`, the host waits for the loss and the gradient norm of
+            # this step, and reads them. If updates may be skipped, train_step has done that already.
             result = state.results.read(wait=log_now or eval_now or save_now)
+
+            # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
+            # see a flag in the same step. If the previous step had one, `read` has read this step too: it is saved
+            # below, so it must be finite.
             if result is not None and result.stop:
-                save_now, stop_now = True, completed < config.steps
+                save_now = True
+                stop_now = completed < config.steps  # the last step ends the run anyway
 
             # Hash the weights and the optimizer's state, for which the host waits for the device. The processes compare
             # their hashes every `check_replicas_every` steps and, unless that is 0, before a checkpoint.
@@ -208,7 +211,7 @@ def train(
                     digest.check_replicas(completed)
                 metrics["state/digest"] = str(digest)
 
-            # The metrics of this step. The device has completed it, so the throughput is that of whole steps.
+            # The metrics of this step. The digest waited for its update, so the throughput is that of whole steps.
             if log_now:
                 assert result is not None, "read with wait"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
@@ -218,7 +221,7 @@ def train(
                     metrics["train/skipped"] = state.results.skipped.total
 
             # Evaluate and sample texts, from the EMA of the weights if there is one. A run without evaluations samples
-            # texts after its last step.
+            # texts after its last step; it has no loss, and 0.0 stands for a finite one.
             if eval_now or completed == config.steps:
                 with ema_weights(state.optimizer):
                     if eval_now:
@@ -261,29 +264,34 @@ def train_step(
             later.
     """
     config, accelerator, model, results = state.config, state.accelerator, state.model, state.results
+
+    # Set the scheduled values of this step: in the optimizer, such as the learning rate, and in the modules of the
+    # network, such as dropout.
     apply_schedules(state.optimizer, state.network, config, step)
 
-    # Count the target tokens of the global batch, 0-dim. The sum over the processes overlaps the first forward, unless
-    # that is a CUDA graph, which waits for the sum first.
+    # Count the local target tokens, 0-dim, and start their sum over the processes. It overlaps the first forward,
+    # unless that is a CUDA graph, which waits for the sum first.
     num_targets = torch.stack([count_targets(batch["labels"]) for batch in micro_batches]).sum()
-    all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
+    all_reduce = dist.all_reduce(num_targets, async_op=True) if accelerator.num_processes > 1 else None
 
     # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
     # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average the gradients
     # over the processes, so multiply by their number to get the sum. A reducer already sums.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
-    grad_scale = scale * (1 if state.reducer else results.num_processes)
+    grad_scale = scale * (1 if state.reducer else accelerator.num_processes)
 
     # Run the forward and backward of each micro-batch. DDP and FSDP2 exchange gradients in the last backward only.
     compute = state.graph if state.graph and use_graph else partial(forward_backward, state)
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        state.seed_micro_batch(step, index, len(micro_batches))  # for dropout, by its index in the global batch
+        # Seed dropout by the micro-batch's index in the global batch, which `index` and the rank give.
+        state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
         if state.reducer:
-            # After the last one, `.grad` is the global sum.
+            # The reducer counts the micro-batches. Until the last one, it may keep their gradients and clear `.grad`;
+            # at the last one, it sets `.grad` to the sum over all micro-batches of all processes.
             state.reducer.add_micro_batch(num_micro_batches=len(micro_batches))
 
     # Send the losses and metrics to all processes while the gradients are clipped.
@@ -306,7 +314,8 @@ def train_step(
     result = results.read(wait=True) if config.on_nonfinite == "skip" else None
     if result is None or result.finite:
         state.optimizer.step()
-    state.optimizer.zero_grad()  # a CUDA graph has buffers of its own for the gradients
+    # This sets `.grad` to None. A CUDA graph is not affected: it keeps its gradients in buffers of its own.
+    state.optimizer.zero_grad()
 
 
 def forward_backward(
@@ -326,7 +335,8 @@ def forward_backward(
     """
     _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum over the targets
     if all_reduce:
-        all_reduce.wait()  # with NCCL only the CUDA stream waits, not the host
+        # It returns at once after the first micro-batch. With NCCL only the CUDA stream waits, not the host.
+        all_reduce.wait()
     loss = loss_sum / num_targets
     backward(loss * grad_scale, state.model, state.accelerator)
     return loss.detach(), metrics
@@ -349,7 +359,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
-    # Build the network. The seed gives the initial weights.
+    # Build the network. The seed gives the initial weights. They are on the CPU until Accelerate moves them, and the
+    # optimizer's references to them, to the device below.
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if models.initial:

@@ -134,7 +134,7 @@ class BlockOutput(NamedTuple):
     Attributes:
         x_BTC: the residual stream.
         auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the positions of the
-            micro-batch, multiplied by its weight; it is added to the loss of every target, so once to their mean.
+            micro-batch, multiplied by its weight. The objective is the mean cross-entropy plus these terms.
         metrics: auxiliary metrics {name: (sum, count)}, detached.
     """
 
@@ -227,7 +227,7 @@ class GPTModel(GenerativeModel):
         problems = config.problems()
         if config.vocab_size is None:  # allowed in a config until the tokenizer is known
             problems = [*problems, "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"]
-        if problems or config.vocab_size is None:
+        if problems or config.vocab_size is None:  # the second part is for the type checker
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
@@ -311,9 +311,9 @@ class GPTModel(GenerativeModel):
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
                 `labels`, none with them, because logits are by far the largest tensor of a training step.
-            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. The last
-                token of a document predicts the first of the next one, an end-of-text token, which is right. Not
-                supported together with `attention_mask`.
+            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Every
+                document begins with the end-of-text token, so it is right that the last token of one predicts the
+                first of the next. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
@@ -380,7 +380,7 @@ class GPTModel(GenerativeModel):
 
         Embedding tables do not count, because they are only looked up. All other parameters do: the weights of matrix
         products, with the output projection even if it is tied to the embedding, and the norms and biases, which are
-        negligible. A layer that is registered under several names counts once per name.
+        negligible. A layer that is registered under several names counts once per name: the forward runs it as often.
         """
         layers = [
             layer
