@@ -121,7 +121,8 @@ def train(
     state = build_state(config, run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # Norms of the weights and gradients of each block and the size of its output, with `tracking.block_stats`.
+    # With `tracking.block_stats`: norms of the weights and gradients of each block, and the size of its output. They
+    # are measured right before the optimizer's step, because train_step clears the gradients after it.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # The data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -161,7 +162,7 @@ def train(
         # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
         warm_up(state, loader.load(start.step)[0])
 
-        # A new run evaluates its initial model, unless it evaluates only the final one.
+        # A new run evaluates its initial model, unless it evaluates never or only at the end.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -172,7 +173,7 @@ def train(
         metrics: dict[str, Any] = {}  # of the newest step; after the loop, of the final one
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             if profiler:
-                profiler.step()  # a trace begins and ends between steps, and step 1 begins here
+                profiler.step()  # the step that `completed` numbers below begins here
 
             # What is due after this step: every so many steps and after the last one; never with 0. Logs, evaluations
             # and checkpoints are numbered by completed steps; the initial model is 0.
@@ -184,7 +185,7 @@ def train(
 
             # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
             with block_statistics.record(log_now):
-                # A failed save stops all processes in the same step, and `saver.save` below raises its reason.
+                # After a failed save all processes stop together, at most a step later: `saver.save` raises the reason.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
@@ -194,14 +195,15 @@ def train(
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
-            # see a flag in the same step. If the previous step had one, `read` has read this step too: it is saved
-            # below, so it must be finite.
+            # see a flag in the same step. A stop saves this step, so its loss must be finite: if `read` finds a flag in
+            # the previous step, it reads this step too, and raises if it is not finite.
             if result is not None and result.stop:
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway
 
-            # Hash the weights and the optimizer's state, for which the host waits for the device. The processes compare
-            # their hashes every `check_replicas_every` steps and, unless that is 0, before a checkpoint.
+            # Hash the weights and the optimizer's state, for which the host waits for the device. Logs and checkpoints
+            # keep the hash, which shows whether two runs are the same. The processes compare their hashes every
+            # `check_replicas_every` steps and, unless that is 0, before a checkpoint.
             metrics = {}  # of this step
             check_every = config.check_replicas_every
             check_replicas_now = is_due(check_every, config, completed) or (save_now and check_every > 0)
@@ -221,7 +223,7 @@ def train(
                     metrics["train/skipped"] = state.results.skipped.total
 
             # Evaluate and sample texts, from the EMA of the weights if there is one. A run without evaluations samples
-            # texts after its last step; it has no loss, and 0.0 stands for a finite one.
+            # texts after its last step, although no `val/loss` says whether they can be sampled.
             if eval_now or completed == config.steps:
                 with ema_weights(state.optimizer):
                     if eval_now:
@@ -359,8 +361,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     """Build the model and the optimizer, and prepare them with Accelerate."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
-    # Build the network. The seed gives the initial weights. They are on the CPU until Accelerate moves them, and the
-    # optimizer's references to them, to the device below.
+    # Build the network on the CPU; the seed gives the initial weights. Accelerate moves the parameters to the device
+    # below. They remain the same objects for the optimizer, or, with FSDP2, Accelerate replaces them in it too.
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if models.initial:

@@ -46,7 +46,7 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of dimensions of x [B, H, T, D] by the angle of its position."""
+    """Rotate each pair of dimensions of x, [B, H, T, D] or [B, K, T, D], by the angle of its position."""
     first, second = x.chunk(2, dim=-1)  # [B, H, T, D/2] each
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -333,6 +333,7 @@ class GPTModel(GenerativeModel):
         # Build the attention masks, keyed by window: layers with the same window share a mask. Flex attention, a kernel
         # for CUDA without dropout and for heads that are not too narrow, takes masks of its own kind.
         head_dim = self.config.resolved_head_dim
+        # All modules have the same dropout, which a schedule may change.
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
@@ -367,8 +368,8 @@ class GPTModel(GenerativeModel):
 
         # Compute the logits of the last positions, if they are requested.
         if labels is None or logits_to_keep is not None:
-            kept_BTC = x_BTC[:, -(logits_to_keep or 0) :]  # 0 or None: all positions
-            logits = soft_cap(F.linear(kept_BTC, self.output_weight), self.config.logit_softcap)
+            kept = x_BTC[:, -(logits_to_keep or 0) :]  # [B, kept positions, C]; -0 is 0, all positions
+            logits = soft_cap(F.linear(kept, self.output_weight), self.config.logit_softcap)
         return Output(logits, loss, metrics)
 
     def num_parameters(self) -> int:
