@@ -131,7 +131,7 @@ def test_links_and_files_of_page_exist(file):
         assert any((folder / name).exists() for folder in (ROOT, file.parent)) or name in MADE_BY_A_RUN, name
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md", "docs/forking_reference.md"])
 def test_code_names_of_page_exist(name):
     sources = [ROOT / "Makefile", *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     code = "".join(source.read_text() for source in sources)
@@ -184,9 +184,15 @@ def test_examples_page_trains_a_run_of_its_own():
     assert name and command in COMMANDS and not any(f"--name {name}" in other for other in COMMANDS)
 
 
-def test_readme_links_to_every_page():
+def test_readme_leads_to_every_page():
+    """The README links to each page of docs/, or to a page of which it is the reference."""
     linked = set(re.findall(r"\]\(docs/(\w+\.md)", README))
-    assert linked == {file.name for file in (ROOT / "docs").glob("*.md")}
+    pages = {file.name for file in (ROOT / "docs").glob("*.md")}
+    references = {name for name in pages if name.endswith("_reference.md")}
+    assert linked | references == pages
+    for name in references:
+        parent = name.replace("_reference", "")
+        assert parent in linked and f"]({name}" in (ROOT / "docs" / parent).read_text()
 
 
 DATA_COMMANDS = commands(page("data"))
