@@ -213,10 +213,10 @@ class TrackingConfig(Settings):
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Mode of tracker wandb. disabled: no tracker; offline: write to the run directory, without an account, for a later
-    `wandb sync`; online: upload."""
+    `wandb sync`; online: upload, or offline where the server cannot be reached at the start."""
 
-    project: str = "mini-gpt"
-    """The run's project in W&B."""
+    project: str | None = None
+    """The run's project in W&B. null: the environment variable WANDB_PROJECT, or mini-gpt without it."""
 
     group: str | None = None
     """The run's group in W&B; tools.sweep sets it to the name of the sweep."""

@@ -2,15 +2,20 @@
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
+from http.client import HTTPException
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 from uuid import uuid4
 
 from checkpoint.identity import ROOT
@@ -24,6 +29,7 @@ from storage.files import write_atomically
 from storage.json_objects import finite_or_null
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
+CONNECTING_SECONDS = 5  # how long W&B's server may take to answer before the run is logged offline
 Say = Callable[[str], None]  # prints a line
 
 
@@ -100,7 +106,7 @@ class Tracker:
     def _start(self, step: int) -> None:
         *_, session = read_rows(self.directory / "sessions.jsonl")
         settings = {**session.pop("config"), **session}  # with the launch, the versions and the commit
-        self.run = TRACKERS[self.config.tracking.tracker](self.config, self.directory, settings, step)
+        self.run = TRACKERS[self.config.tracking.tracker](self.config, self.directory, settings, step, self.say)
 
     def _submit(self, action: Callable[[], object]) -> Future[None]:
         """Queue `action` for the thread; its first error is printed and ends the tracking."""
@@ -141,7 +147,7 @@ class Tracker:
 class WandbRun:
     """A W&B run, which all sessions of a run directory share."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int, say: Say):
         import wandb
 
         tracking, self.name = config.tracking, config.name
@@ -151,15 +157,15 @@ class WandbRun:
             write_atomically(id_file, uuid4().hex)
         # By default W&B stages uploads, such as tables, in the user's home directory.
         os.environ.setdefault("WANDB_DATA_DIR", str(id_file.parent.resolve()))
-        self.run = wandb.init(
-            project=tracking.project,
+        start = partial(
+            wandb.init,
+            project=tracking.project or os.environ.get("WANDB_PROJECT") or "mini-gpt",
             name=config.name,
             group=tracking.group,
             tags=tracking.tags,
             id=id_file.read_text(),
             resume="allow",
             dir=directory,
-            mode=tracking.wandb,
             config=settings,
             settings=wandb.Settings(
                 silent=True,
@@ -169,6 +175,7 @@ class WandbRun:
                 finish_timeout_raises=True,
             ),
         )
+        self.run = start_online(start, directory, say) if tracking.wandb == "online" else start(mode="offline")
         # W&B's own step cannot decrease, so it would drop the points of steps that are trained again after a resume.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -194,10 +201,38 @@ class WandbRun:
         self.run.finish(exit_code=int(failed))
 
 
+def start_online(start: Callable[..., Any], directory: Path, say: Say) -> Any:
+    """Start a W&B run with mode=online; if the server cannot be used, say so and start it with mode=offline."""
+    import wandb
+
+    # wandb.init itself would try for 90 s to reach the server.
+    problem = connection_problem(wandb.setup().settings.base_url)
+    if problem is None:
+        try:
+            return start(mode="online")
+        except Exception as error:
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            wandb.teardown(exit_code=1)  # otherwise the id of the run stays in use
+    say(f"W&B cannot be used online ({problem}): upload this session with wandb sync {directory}/wandb/offline-run-*")
+    return start(mode="offline")
+
+
+def connection_problem(url: str) -> str | None:
+    """Return why `url` sends no HTTP response in a few seconds; None if it sends any, such as an error."""
+    try:
+        urlopen(url, timeout=CONNECTING_SECONDS).close()
+    except HTTPError:
+        return None
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        # W&B may know certificates that Python does not know.
+        return None if isinstance(reason, ssl.SSLError) else f"{url}: {reason}"
+
+
 class TensorBoardRun:
     """An event file in RUN/tensorboard for each session."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int, say: Say):
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the points of steps that an earlier session logged and that are trained again.

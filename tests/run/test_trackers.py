@@ -8,12 +8,14 @@ import json
 import os
 import pty
 import re
+import socket
 import struct
 import sys
 import termios
 import threading
 from collections import Counter
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -266,6 +268,77 @@ def test_wandb_online_without_account_is_refused(runs, tmp_path):
     done = train(*SHORT, "--tracking.wandb", "online", "--out_dir", runs, exit_code=2, **environment_without_key)
     assert "tracking.wandb: online" in done.stderr and "wandb login" in done.stderr
     assert not runs.exists()
+
+
+def test_wandb_online_without_server_logs_offline_for_later_sync(runs):
+    server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40, "WANDB_PROJECT": "mine"}
+    words = [*SHORT, "--tracking.wandb", "online", "--out_dir", runs, "--name", "run"]
+    done = train(*words, **server)
+    assert done.stdout.count("W&B cannot be used online (http://127.0.0.1:9: ") == 1
+    assert f"wandb sync {runs}/run/wandb/offline-run-*\n" in done.stdout
+    files = wandb_files(runs / "run")
+    rows = [flat(history.item) for history in select_records(files, "history")]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4]
+    assert {started.project for started in select_records(files, "run")} == {"mine"}
+
+
+def test_wandb_online_that_fails_is_started_offline(tracked, monkeypatch, capsys):
+    modes, run = [], MagicMock()
+
+    def init(mode, **options):
+        modes.append(mode)
+        if mode == "online":
+            raise OSError("no such\nproject")
+        return run
+
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(trackers, "connection_problem", lambda url: None)
+    monkeypatch.setattr("wandb.init", init)
+    with tracked("--tracking.wandb", "online") as tracker:
+        tracker.log(3, {"train/loss": 1.5})
+    assert modes == ["online", "offline"]
+    assert run.log.call_args.args[0] == {"step": 3, "train/loss": 1.5}
+    assert "W&B cannot be used online (OSError: no such project)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_any_http_response_shows_that_the_server_is_there(status):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        problem = trackers.connection_problem(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert problem is None
+
+
+def test_server_that_does_not_answer_is_a_problem(monkeypatch):
+    monkeypatch.setattr(trackers, "CONNECTING_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert "timed out" in (trackers.connection_problem(f"http://127.0.0.1:{silent.getsockname()[1]}") or "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "project"),
+    [
+        (None, None, "mini-gpt"),
+        (None, "of-the-environment", "of-the-environment"),
+        ("own", "of-the-environment", "own"),
+    ],
+)
+def test_wandb_project_is_the_setting_or_the_environment_variable(setting, variable, project, tracked, monkeypatch):
+    init_options = {}
+    monkeypatch.setattr("wandb.init", lambda **options: init_options.update(options) or MagicMock())
+    if variable:
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+    else:
+        monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    with tracked("--tracking.wandb", "offline", *(["--tracking.project", setting] if setting else [])):
+        pass
+    assert init_options["project"] == project
 
 
 def test_metrics_file_has_documented_keys(runs):

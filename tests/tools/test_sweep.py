@@ -346,4 +346,4 @@ def test_wandb_agent_command_is_valid(learning_rate, tmp_path):
     config = parse_config(passed)
     assert script == "train.py" and f"--optimizer.lr={learning_rate}" in passed
     assert (config.optimizer.lr, config.seed, config.name) == (learning_rate, 2, "sweep-k3v9x")
-    assert config.tracking.wandb == "online" and (config.tracking.project == agent["project"])
+    assert config.tracking.wandb == "online" and config.tracking.project is None  # so it is that of the sweep
