@@ -1,4 +1,8 @@
-"""All settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`."""
+"""All settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`.
+
+The settings of the model are in model/config.py. A run without `--config` does not have all of these defaults, because
+config/parser.py then reads configs/stories.yaml.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +32,16 @@ class DataConfig(Settings):
 
     mix: dict[str, PositiveFloat] | None = None
     """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Weights are rounded to
-    thousandths; every block of 1,000 training sequences has exactly these proportions. The validation set is the
-    largest one in the same proportions, up to evaluation.num_samples; if that is null, it is all validation splits."""
+    thousandths, and every block of 1,000 training sequences has exactly these proportions. The validation set has the
+    same proportions and up to evaluation.num_samples sequences. If evaluation.num_samples is null, it consists of all
+    validation splits, whatever their proportions."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
-    """source text: how documents become sequences of seq_len tokens. concat: documents are concatenated and cut into
-    sequences; isolated: the same, but attention does not cross document boundaries and positions restart there;
-    padded: one document per sequence, truncated or padded. Conversations: concat is treated as isolated, and each
-    sequence packs as many whole conversations as fit, or one truncated conversation."""
+    """source text: how documents become sequences of seq_len tokens. concat: the documents are concatenated, and the
+    result is cut into sequences. isolated: the same, but attention stays within a document, and positions restart at
+    each document. padded: each sequence is one document, truncated or padded. Conversations are packed differently:
+    with concat and with isolated, each sequence has as many whole conversations as fit, isolated from each other, or
+    one truncated conversation."""
 
     hash: str | None = None
     """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so
@@ -49,11 +55,13 @@ class DataConfig(Settings):
     """sources random and stories: number of sequences in the training set."""
 
     facts: Annotated[int, Ge(0), Le(65_536)] = 0
-    """source stories: number of facts about a synthetic world that the stories mention, at most 65,536. 0: none.
-    Stories with facts have less of a plot."""
+    """source stories: number of facts about a synthetic world, at most 65,536, which a model can only memorise. In
+    stories with facts, two children tell each other eight facts, so there is less of a plot. 0: stories without
+    facts."""
 
     zipf: NonNegativeFloat = 1.3
-    """source stories with facts: the fact of rank i occurs with probability proportional to i ** -zipf."""
+    """source stories with facts: how much more often frequent facts occur. The fact of rank i has a probability
+    proportional to i ** -zipf."""
 
     num_workers: Annotated[int, Ge(0), Le(256)] = 0
     """DataLoader worker processes per training process. 0: load data in the training process."""
@@ -90,17 +98,18 @@ class TeacherConfig(Settings):
     """A frozen model that the trained one learns to imitate (distillation, Hinton et al. 2015, arXiv:1503.02531)."""
 
     path: str | None = None
-    """A run, a checkpoint, a folder in transformers' format (GPT-2 or Qwen3) or a name on the Hub, with the vocabulary
-    of the trained model. Its logits for a whole micro-batch are in memory. null: no teacher."""
+    """The teacher: a run, a checkpoint, a folder in transformers' format (GPT-2 or Qwen3) or a name on the Hub. It must
+    have the vocabulary of the trained model. Its logits need memory for a whole micro-batch, also with a chunked loss.
+    null: no teacher."""
 
     hash: str | None = None
     """Hash that the weights of the teacher must have. null: filled in when the run first starts, so that the run cannot
     be resumed with another teacher."""
 
     weight: Annotated[float, Ge(0), Le(1)] = 0.5
-    """The training objective is (1 - weight) x cross-entropy + weight x temperature^2 x KL divergence from the
-    teacher's next-token distributions. train/loss and val/loss are the cross-entropy, and train/teacher_kl and
-    val/teacher_kl the divergence."""
+    """Weight of the teacher in the training objective, which is (1 - weight) x cross-entropy + weight x temperature^2 x
+    KL(teacher || model). The divergence is that of the next-token distributions. train/loss and val/loss log the
+    cross-entropy, and train/teacher_kl and val/teacher_kl log the divergence."""
 
     temperature: PositiveFloat = 1.0
     """Divisor of the logits of both models in the KL divergence."""
@@ -116,8 +125,8 @@ class OptimizerConfig(Settings):
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW (Loshchilov and Hutter, 2019), fused; muon: Muon (Jordan et al., 2024) with NorMuon's second moment
-    of each row (Li et al., 2025) for the weights of the linear layers in the blocks, and AdamW for all others, with the
-    same learning rate."""
+    of each row (Li et al., 2025). Muon updates the weights of the linear layers in the blocks, and AdamW updates all
+    others with the same learning rate."""
 
     lr: NonNegativeFloat = 3e-4
     """Peak learning rate; `schedule` scales it."""
@@ -130,7 +139,8 @@ class OptimizerConfig(Settings):
     mean square of each row of the update."""
 
     grad_clip: PositiveFloat | None = 1.0
-    """Gradients with a larger global L2 norm are scaled down to this norm. null: no clipping."""
+    """Largest L2 norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. null:
+    no clipping."""
 
 
 class ScheduleConfig(Settings):
@@ -150,11 +160,12 @@ class ScheduleConfig(Settings):
     """Learning rate at the end of the decay, as a fraction of the peak."""
 
     batch_warmup_from: PositiveInt | None = None
-    """Batch-size warm-up: sequences in the first global batch, a multiple of micro_batch_size * processes that divides
-    global_batch_size. The size then grows by this number at evenly spaced steps. null: always global_batch_size."""
+    """Batch-size warm-up: number of sequences in the first global batch. The size then grows by this number at evenly
+    spaced steps. It must be a multiple of micro_batch_size * processes, and divide global_batch_size. null: no warm-up,
+    all batches have global_batch_size sequences."""
 
     batch_warmup_steps: NonNegativeInt | None = None
-    """Steps until the batch size reaches global_batch_size."""
+    """Batch-size warm-up: number of steps until the batch size is global_batch_size."""
 
 
 class CheckpointConfig(Settings):
@@ -173,8 +184,9 @@ class CheckpointConfig(Settings):
     """Write checkpoints in the background, from a copy in CPU memory, while training continues."""
 
     on_failure: Literal["stop", "continue"] = "stop"
-    """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run; continue: keep training until
-    the next checkpoint. If the last checkpoint of a run cannot be written, the run ends with an error in both cases."""
+    """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run. continue: train on without it,
+    and try again when the next checkpoint is due. If the last checkpoint of a run cannot be written, the run ends with
+    an error in both cases."""
 
 
 class EvaluationConfig(Settings):
@@ -191,8 +203,8 @@ class EvaluationConfig(Settings):
     """Sequences in one forward pass of an evaluation, per process."""
 
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps. The
-    EMA is evaluated, exported and sampled from. null: no EMA."""
+    """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps.
+    Evaluations, sample.py and export.py then use the EMA in place of the weights. null: no EMA."""
 
     num_scored_generations: Annotated[int, Ge(0), Le(100_000)] = 200
     """source stories: number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
@@ -231,8 +243,8 @@ class TrackingConfig(Settings):
     """Steps between log lines."""
 
     block_stats: bool = False
-    """For every block, log the norms of weights and gradients, the RMS of the activations and the ratio of update norm
-    to weight norm, as layers/NAME/BLOCK; `tools.plot` draws them over steps and depth."""
+    """Log statistics of every block as layers/NAME/BLOCK: the norms of its weights and gradients, the RMS of its
+    activations, and the ratio of update norm to weight norm. `tools.plot` draws them over steps and depth."""
 
     def problems(self) -> list[str]:
         """List the settings that the tracker does not support."""
@@ -253,7 +265,8 @@ class TrainConfig(Settings):
     """The settings of one training run. The top of train.py says what else a run depends on."""
 
     name: str | None = None
-    """Name of the run; its directory is <out_dir>/<name>/. null: the last config file's name without its suffix."""
+    """Name of the run. Its directory is <out_dir>/<name>/. null: the name of the last config file without its
+    suffix."""
 
     out_dir: str = "runs"
     """Directory that holds the runs."""
@@ -275,24 +288,25 @@ class TrainConfig(Settings):
     """Sequence length in tokens."""
 
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest valid checkpoint of this run, if there is one; never: start a new run, after
-    renaming an existing run directory."""
+    """auto: resume from the newest valid checkpoint of this run, if there is one. never: start a new run; the
+    directory of an existing run is renamed first."""
 
     branch_from: str | None = None
-    """Path of a checkpoint: a new run starts from its weights, optimizer state and step."""
+    """Path of a checkpoint of another run. A new run starts from its weights, optimizer state and step. null: start at
+    step 0."""
 
     init_from: str | None = None
-    """Initial weights of a new run, which starts at step 0 with a new optimizer: a run, a folder in transformers'
-    format (GPT-2 or Qwen3), or a name on the Hub. The settings of that model replace `model`; only dropout may
-    differ. null: random weights."""
+    """Model with whose weights a new run starts, for example to fine-tune it: a run, a folder in transformers' format
+    (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. The settings of that model
+    replace `model`; only dropout may differ. null: random weights."""
 
     init_hash: str | None = None
     """Hash that the weights of init_from must have. null: filled in when the run first starts, so that the run cannot
     be resumed with other initial weights."""
 
     exact: bool = False
-    """Train bitwise identical weights on 1, 2, 4, 8, ... processes: gradients are summed in a fixed tree instead of
-    by DDP, all algorithms are deterministic, and on the CPU each process uses one thread."""
+    """Train bitwise identical weights on 1, 2, 4, 8, ... processes. For this, gradients are summed in a fixed tree
+    instead of by DDP, all algorithms are deterministic, and on the CPU each process uses one thread."""
 
     compile: bool = False
     """Compile each transformer block and the chunked loss with torch.compile. Without a compiler the run trains
@@ -309,8 +323,8 @@ class TrainConfig(Settings):
     mantissa. Useful only without mixed precision. Cannot be combined with `exact`."""
 
     activation_checkpointing: bool = False
-    """Store only the input of each transformer block and recompute its activations in the backward pass: less memory,
-    but a third more FLOPs."""
+    """Store only the input of each transformer block, and recompute its activations in the backward pass. This needs
+    less memory, but a third more FLOPs."""
 
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
@@ -326,11 +340,11 @@ class TrainConfig(Settings):
     trace to the run directory."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Action when the loss or the gradient is infinite or NaN. stop: stop the run; skip: skip the update on all
-    processes, which requires the host to synchronise with the device in every step."""
+    """Action when the loss or the gradient is infinite or NaN. stop: stop the run. skip: skip the update on all
+    processes. To know whether to skip, the host synchronises with the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
-    """on_nonfinite skip: largest number of consecutive updates to skip; if the next one is not finite either, the run
+    """on_nonfinite skip: largest number of consecutive updates to skip. If the next one is not finite either, the run
     stops."""
 
     check_replicas_every: NonNegativeInt = 100
@@ -366,7 +380,8 @@ class TrainConfig(Settings):
 
         Args:
             num_processes: the number of training processes, which must be able to split the global batch.
-            has_model: whether `model` is complete; not before the initial model that `init_from` names is loaded.
+            has_model: whether `model` has its final values. With `init_from`, these are unknown until the initial model
+                is loaded; with False, checks that need them are left out.
         """
         return [
             *(self.model.problems() if has_model else []),

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import yaml
 
 from config.parser import parse_config
 from config.schema import TrainConfig
@@ -245,3 +246,9 @@ def test_settings_page_has_every_default():
     assert written.keys() == defaults.keys() and len(written) > 60
     for name, value in defaults.items():
         assert written[name] == (value if isinstance(value, str) else json.dumps(value)), name
+
+
+def test_command_of_settings_page():
+    [command] = commands(settings.PAGE.read_text())
+    printed = yaml.safe_load(python(command).stdout)
+    assert printed["optimizer"]["lr"] == 0.002 and printed["steps"] == 1500
