@@ -151,7 +151,7 @@ def train(
     # Before a checkpoint counts as complete, the saver calls `sync_metrics`, which brings the logged rows to the disk;
     # after that it calls `record_progress`, which writes the step to status.json.
     with (
-        Reporter(config, run, start.step, accelerator) as reporter,
+        Reporter(config, run, start.step, accelerator, throughput) as reporter,
         Saver(
             run.checkpoints, config, accelerator, sync_metrics=reporter.sync, record_progress=run.record_progress
         ) as saver,

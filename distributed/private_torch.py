@@ -6,7 +6,8 @@ are built on them. Import the public functions instead once torch has them (chec
 
 Other private parts are used where they are imported: torch._inductor's cache_dir (training/prepare_model.py), the state
 dict stager (checkpoint/storage.py), buffers of modules (checks/verification.py), the file of torch._C
-(distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py).
+(distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py), the choice of an attention
+kernel (training/prepare_model.py).
 """
 
 from typing import Any

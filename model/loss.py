@@ -110,6 +110,12 @@ class NextTokenLoss:
         self.differentiate = differentiate_loss
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # training/cpu_kernels.py may choose another
 
+    def chunk_rows(self, num_rows: int, vocab_size: int, device_type: str) -> int | None:
+        """Return the number of positions in a chunk; None if all `num_rows` are computed at once."""
+        rows = rows_per_chunk(num_rows, vocab_size, device_type)
+        is_chunked = num_rows > rows if self.chunked is None else self.chunked
+        return rows if is_chunked else None
+
     def compile(self) -> None:
         """Compile the operations on a chunk's logits: a GPU then reads them twice and writes them once."""
         self.differentiate = torch.compile(differentiate_loss)
@@ -143,8 +149,8 @@ class NextTokenLoss:
         targets = Targets(targets_N, **other_targets)
 
         # Sum the objective over the targets, in chunks or at once.
-        chunk_rows = rows_per_chunk(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
-        if self.chunked or (self.chunked is None and len(hidden_NC) > chunk_rows):
+        chunk_rows = self.chunk_rows(len(hidden_NC), len(weight_VC), hidden_NC.device.type)
+        if chunk_rows is not None:
             # Without this, a validation would compute gradients: in ChunkedLoss, ctx.needs_input_grad is true for a
             # parameter even under no_grad.
             weight_VC = weight_VC if torch.is_grad_enabled() else weight_VC.detach()

@@ -14,6 +14,7 @@ from run.directory import Run
 from run.metrics_log import RowWriter
 from run.trackers import start_tracker
 from storage.json_objects import finite_or_null
+from training.throughput import Throughput
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step
@@ -35,8 +36,12 @@ class Reporter(AbstractContextManager):
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
     """
 
-    def __init__(self, config: TrainConfig, run: Run, step: int, accelerator: Accelerator):
+    def __init__(
+        self, config: TrainConfig, run: Run, step: int, accelerator: Accelerator, throughput: Throughput | None = None
+    ):
+        """Start at `step`. The time of a step and the time left are those of `throughput`."""
         self.steps, self.is_main_process = config.steps, accelerator.is_main_process
+        self.throughput = throughput
         if not self.is_main_process:
             return
         # Some containers have a terminal that is 0 columns wide, on which a bar shows nothing.
@@ -73,7 +78,12 @@ class Reporter(AbstractContextManager):
             and name not in ("train/tokens", "perf/peak_memory_bytes")
             and (value or name != "train/skipped")
         }
+        if training and self.throughput:
+            milliseconds = 1000 * self.throughput.seconds_per_step
+            training["ms/step"] = format(milliseconds, ",.0f" if milliseconds >= 100 else ".3g")
         if training and self.bar.disable:
+            if self.throughput:  # the bar estimates the time left itself
+                training["left"] = tqdm.format_interval(self.throughput.seconds_left(step, self.steps))
             parts = [f"{name} = {value}" for name, value in training.items()]
             self.say(f"[step {step} / {self.steps}] " + " ".join(parts))
         elif training:

@@ -13,7 +13,7 @@ from model.attention import HAS_TRITON
 from model.gpt import GPTModel
 from run.resume import StartingPoint
 from training.gradients import trainable_parameters
-from training.prepare_model import missing_compiler
+from training.prepare_model import attention_kernels, missing_compiler
 
 
 def format_batch(config: TrainConfig, unit: int = 1) -> str:
@@ -55,9 +55,6 @@ def summary(
         arithmetic = [f"{precision}, weights and sums of gradients in fp32"]
     else:
         arithmetic = [f"{precision}, weights gathered in {precision}, stored weights and sums of gradients in fp32"]
-    if config.compile:
-        lack = missing_compiler(device)
-        arithmetic.append(f"not compiled: {lack}" if lack else "compiled")
     in_force = {
         "CUDA graph": config.cuda_graph,
         "TF32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
@@ -65,6 +62,11 @@ def summary(
         "deterministic": config.exact,
     }
     arithmetic += [name for name, is_set in in_force.items() if is_set]
+    lack = missing_compiler(device) if config.compile else ""
+    compiled = "each block and the loss" if config.compile else "off"
+    num_rows = config.micro_batch_size * config.seq_len
+    chunk_rows = model.next_token_loss.chunk_rows(num_rows, len(model.output_weight), device.type)
+    logits = f"logits of {num_rows:,} positions at once"
     accumulation = format_batch(config, config.micro_batch_size * accelerator.num_processes)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
@@ -73,6 +75,9 @@ def summary(
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
         "precision": ", ".join(arithmetic),
+        "attention": attention_kernels(model, config, precision, device),
+        "compile": f"off, {lack}" if lack else compiled,
+        "loss": f"chunked, logits of {chunk_rows:,} positions at a time" if chunk_rows else logits,
         "model": parameters,
         "teacher": model.teacher and f"{config.teacher.path}, {model.teacher.model.num_parameters():,} parameters",
         "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"

@@ -149,10 +149,17 @@ class RMSNorm(nn.RMSNorm):
 def scaled_dot_product_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Compute F.scaled_dot_product_attention, by `EagerAttention` for short sequences.
+    """Compute F.scaled_dot_product_attention, by `EagerAttention` where `uses_eager_attention`."""
+    if uses_eager_attention(q_BHTD, k_BKSD, attn_mask, **options):
+        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, attn_mask)
+    return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask, **options)
 
-    In bfloat16 the backward of PyTorch's fused kernel takes up to seven times as long. Exact runs in float32 use the
-    fused kernel, which gives the same bits on every processor.
+
+def uses_eager_attention(q_BHTD: Tensor, k_BKSD: Tensor, attn_mask: Tensor | None = None, **options: Any) -> bool:
+    """Return whether `EagerAttention` supports the arguments of F.scaled_dot_product_attention and is faster.
+
+    That is so for short sequences. In bfloat16 the backward of PyTorch's fused kernel takes up to seven times as long.
+    Exact runs in float32 use the fused kernel, which gives the same bits on every processor.
     """
     is_exact = q_BHTD.dtype == torch.float32 and torch.are_deterministic_algorithms_enabled()
     is_short = 1 < q_BHTD.shape[-2] <= LONGEST_EAGER.get(q_BHTD.dtype, 0) and not is_exact
@@ -160,9 +167,7 @@ def scaled_dot_product_attention(
     has_one_mask = (
         options.get("is_causal") if attn_mask is None else attn_mask.dtype == torch.bool and attn_mask.dim() == 2
     )
-    if is_short and is_plain and has_one_mask:
-        return EagerAttention.apply(q_BHTD, k_BKSD, v_BKSD, attn_mask)
-    return F.scaled_dot_product_attention(q_BHTD, k_BKSD, v_BKSD, attn_mask, **options)
+    return bool(is_short and is_plain and has_one_mask)
 
 
 class EagerAttention(torch.autograd.Function):

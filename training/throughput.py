@@ -1,5 +1,6 @@
 """Training throughput: tokens per second, and model FLOPs utilisation (MFU), the fraction of the device's peak."""
 
+import math
 import re
 import resource
 import sys
@@ -53,14 +54,17 @@ class Throughput:
         """Start at the step `since[0]`, before which the run trained `since[1]` tokens."""
         self.batch_sizes, self.seq_len, self.since = batch_sizes, seq_len, since
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.start: tuple[int, float] | None = None  # tokens and time at the first restart
+        self.seconds_per_step = math.nan
 
     def tokens_before(self, step: int) -> int:
         """Return the training tokens of the run in steps 0 to `step` - 1."""
         return self.batch_sizes.tokens(step, self.seq_len, self.since)
 
     def restart(self, step: int) -> None:
-        """Start measuring at `step`."""
-        self.tokens, self.seconds = self.tokens_before(step), time.perf_counter()
+        """Start measuring at `step`; the first call is the start of training."""
+        self.step, self.tokens, self.seconds = step, self.tokens_before(step), time.perf_counter()
+        self.start = self.start or (self.tokens, self.seconds)
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics, and restart.
@@ -69,11 +73,19 @@ class Throughput:
             `train/tokens` in steps 0 to `step` - 1, `perf/tokens_per_second` over all processes since the last restart,
             `perf/peak_memory_bytes` of this process, and `perf/mfu` where the peak of the device is known.
         """
-        tokens, seconds = self.tokens, self.seconds
+        last_step, tokens, seconds = self.step, self.tokens, self.seconds
         self.restart(step)
+        self.seconds_per_step = (self.seconds - seconds) / (step - last_step)
         tokens_per_second = (self.tokens - tokens) / (self.seconds - seconds)
         metrics = {"train/tokens": self.tokens, "perf/tokens_per_second": tokens_per_second}
         metrics["perf/peak_memory_bytes"] = peak_memory_bytes()
         if self.peak_flops:
             metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return metrics
+
+    def seconds_left(self, step: int, steps: int) -> float:
+        """Estimate the seconds until step `steps` from the time per token so far, evaluations and saves included."""
+        assert self.start is not None, "restart is called before the first step"
+        tokens, seconds = self.start
+        seconds_per_token = (time.perf_counter() - seconds) / (self.tokens_before(step) - tokens)
+        return seconds_per_token * (self.tokens_before(steps) - self.tokens_before(step))

@@ -374,19 +374,23 @@ def patch_attention() -> None:
     """Note which of its kernels a GPU would take; compute with plain products."""
     attend_on_cpu = F.scaled_dot_product_attention
 
+    def choose(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if half and attn_mask is None and query.shape[-1] <= 256:
+            return SDPBackend.FLASH_ATTENTION.value
+        return (SDPBackend.MATH if more.get("enable_gqa") else SDPBackend.EFFICIENT_ATTENTION).value
+
     def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
         if query.device.type != "cuda":
             return attend_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, **more)
         if not torch.compiler.is_compiling():
-            half = query.dtype in (torch.float16, torch.bfloat16)
-            if half and attn_mask is None and query.shape[-1] <= 256:
-                kernel = "flash"
-            else:
-                kernel = "math" if more.get("enable_gqa") else "efficient"
+            chosen = choose(query, key, value, attn_mask, dropout_p, is_causal, **more)
+            kernel = SDPBackend(chosen).name.lower().removesuffix("_attention")
             note_if_recording("attention", kernel if attn_mask is None else f"{kernel}, dense mask")
         with sdpa_kernel(SDPBackend.MATH):  # the only one of the CPU's that accepts what each of a GPU's accepts
             return attend_on_cpu(query, key, value, attn_mask, dropout_p, is_causal, **more)
 
+    torch.library.impl("aten::_fused_sdp_choice", "CUDA", choose)
     F.scaled_dot_product_attention = scaled_dot_product_attention
 
 

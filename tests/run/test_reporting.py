@@ -1,6 +1,7 @@
 """Auxiliary metrics of a model or corpus: correct, printed, and the same on any number of processes."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -104,7 +105,27 @@ def test_progress_line_shows_logged_metrics(reported):
     for name in ("loss", "z_loss", "targets_per_row"):
         assert f" {name} = {rows[-1][f'train/{name}']:.4f} " in training
         assert f" val/{name} = {rows[-1][f'val/{name}']:.4f} " in validation
-    assert " tokens/s = " in training and " nothing = nan " in training and "train/tokens" not in training
+    assert re.search(r" tokens/s = [\d,]+ ms/step = [\d,.]+ left = 00:00$", training)
+    assert " nothing = nan " in training and "train/tokens" not in training
+
+
+def test_summary_names_what_was_chosen(reported):
+    (output, _), _, _ = reported
+    facts = dict(line.strip().split(": ", 1) for line in output.splitlines() if re.match(r" +[\w ]+: ", line))
+    assert facts["processes"] == "1 x cpu, 1 thread(s) each" and facts["compile"] == "off"
+    assert facts["attention"] == "PyTorch's flash attention", "an exact run takes the fused kernel"
+    assert re.fullmatch(r"logits of [\d,]+ positions at once", facts["loss"])
+
+
+def test_bar_has_milliseconds_a_step(tmp_path):
+    """tqdm itself shows the time left."""
+    config = TrainConfig(steps=4, tracking=TrackingConfig(wandb="disabled"))
+    with Reporter(config, Run(tmp_path), 0, ALONE, SimpleNamespace(seconds_per_step=1.2345)) as reporter:
+        postfixes = []
+        nothing = dict.fromkeys(("update", "close"), lambda *_: None)
+        reporter.bar = SimpleNamespace(n=0, disable=False, set_postfix=postfixes.append, **nothing)
+        reporter.log(1, {"train/loss": 2.0, "perf/tokens_per_second": 1e4})
+    assert postfixes == [{"loss": "2.0000", "tokens/s": "10,000", "ms/step": "1,234"}]
 
 
 def test_corpus_scores_generations_with_entropy_of_zero(reported):

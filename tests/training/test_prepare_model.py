@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._inductor.exc import CppCompileError
 
 from cli.scripts import run_script
@@ -17,7 +18,8 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
 from tests.conftest import ROOT, environment, metrics, train, train_command
-from training.prepare_model import checkpointed, missing_compiler, prepare_network
+from training import cpu_kernels
+from training.prepare_model import attention_kernels, checkpointed, missing_compiler, prepare_network
 from training.schedule import SCHEDULES
 
 TINY = "--config tests/support/tiny_stories.yaml --steps 6 --evaluation.every 0 --checkpoint.every 6".split()
@@ -29,6 +31,46 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     prepare_network(network, TrainConfig(compile=True, chunked_loss=setting), torch.device("cpu"))
     assert network.next_token_loss.differentiate._torchdynamo_orig_callable is differentiate_loss
     assert network.next_token_loss.chunked is chunked
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "kernels"),
+    [
+        ({}, "no", "eager, all scores in memory (faster for short sequences)"),
+        ({"seq_len": 256}, "no", "PyTorch's flash attention"),
+        ({"seq_len": 256}, "bf16", "eager, all scores in memory (faster for short sequences)"),
+        ({"model": {"dropout": 0.1}}, "no", "PyTorch's math"),
+        (
+            {"data": {"source": "text", "path": "c", "packing": "isolated"}},
+            "no",
+            "PyTorch's flash attention, dense mask",
+        ),
+        (
+            {"seq_len": 256, "model": {"window": 16, "window_pattern": "SL"}},
+            "no",
+            "PyTorch's flash attention; PyTorch's flash attention, dense mask",
+        ),
+    ],
+)
+def test_names_attention_kernels_of_a_step(settings, precision, kernels, monkeypatch):
+    """The names are those of the functions that a training step calls."""
+    model = dict(vocab_size=37, n_layers=2, n_heads=2, d_model=16, d_ff=32, dropout=0.0, max_position_embeddings=256)
+    config = TrainConfig(**settings | {"model": model | settings.get("model", {})})
+    network = GPTModel(config.model)
+    prepare_network(network, config, torch.device("cpu"))
+    assert attention_kernels(network, config, precision, torch.device("cpu")) == kernels
+
+    # Train one micro-batch, with documents of half a row if they are isolated.
+    eager, fused = [], []
+    monkeypatch.setattr(cpu_kernels.EagerAttention, "apply", lambda q, *rest: eager.append(q) or q)
+    choose = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *q, **more: fused.append(q) or choose(*q, **more))
+    tokens = torch.zeros(2, config.seq_len, dtype=torch.int64)
+    documents = (torch.arange(config.seq_len) % 64).expand(2, -1) if "isolated" in str(settings) else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        network(tokens, labels=tokens, position_ids=documents)
+    assert bool(eager) == ("eager" in kernels) and bool(fused) == ("PyTorch" in kernels)
+    assert any(mask is not None for *_, mask in fused) == ("dense mask" in kernels)
 
 
 @pytest.mark.parametrize("setting", ["compile", "cuda_graph"])
@@ -55,7 +97,7 @@ def test_compiled_block_is_one_graph(tmp_path):
     env = environment(TORCH_LOGS="graph_breaks,recompiles")
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "compiled" in done.stdout and "Graph break" not in done.stderr
+    assert "compile: each block and the loss\n" in done.stdout and "Graph break" not in done.stderr
     recompiled = re.findall(r"Recompiling function (\w+)", done.stderr)
     assert recompiled.count("forward") == 1, recompiled
     assert (tmp_path / "run" / "generations.jsonl").stat().st_size > 0
@@ -74,7 +116,7 @@ def test_machine_without_compiler_trains_uncompiled(tmp_path):
     done = train(
         *TINY, "--name", "run", "--compile", "true", "--steps", 2, "--out_dir", tmp_path, CXX="no-such-compiler"
     )
-    assert "precision: fp32, not compiled: no compiler: no-such-compiler\n" in done.stdout
+    assert "compile: off, no compiler: no-such-compiler\n" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
 
 
@@ -93,7 +135,7 @@ def test_trains_uncompiled_with_space_in_cache_path(tmp_path):
     (cache := tmp_path / "my cache").mkdir()
     words = [*TINY, "--name", "run", "--compile", "true", "--steps", 2, "--out_dir", tmp_path]
     done = train(*words, TORCHINDUCTOR_CACHE_DIR=str(cache))
-    assert f"not compiled: the compilation cache (TORCHINDUCTOR_CACHE_DIR, or TMPDIR) is in '{cache}" in done.stdout
+    assert f"compile: off, the compilation cache (TORCHINDUCTOR_CACHE_DIR, or TMPDIR) is in '{cache}" in done.stdout
     assert done.stdout.endswith("Training finished.\n")
 
 

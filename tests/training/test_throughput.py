@@ -40,3 +40,17 @@ def test_mfu_is_the_fraction_of_the_peak(monkeypatch):
     metrics = meter.measure(7)
     assert metrics["train/tokens"] == 280 and metrics["perf/tokens_per_second"] == 25
     assert metrics["perf/mfu"] == 25 * 50 / 5000
+    assert meter.seconds_per_step == 8 / 5
+
+
+def test_time_left_includes_evaluations_and_growing_batches(monkeypatch):
+    """Steps 0 to 3 have 2 sequences, later ones 4. Four steps take 4 seconds, and an evaluation 12 more."""
+    times = iter([100.0, 104.0, 116.0, 116.0, 126.0])
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
+    meter = Throughput(BatchSizes(4, warmup_from=2, warmup_steps=4), seq_len=10, flops_per_token=0, peak_flops=0)
+    meter.restart(0)
+    assert "perf/mfu" not in meter.measure(4), "the peak is unknown"
+    assert meter.seconds_per_step == 1
+    assert meter.seconds_left(4, 10) == 16 / 80 * 240, "16 seconds for 80 tokens; 240 tokens are left"
+    meter.restart(4)
+    assert meter.seconds_left(9, 10) == 26 / 280 * 40
