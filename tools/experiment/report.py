@@ -274,7 +274,12 @@ def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[st
     text = f"{verdict_text(idea).capitalize()}: {idea['idea']}"
     if idea["loss"] is not None and entry["baseline_loss"]:
         change = idea["loss"] / entry["baseline_loss"] - 1
-        text += f": loss {entry['baseline_loss']:.4f} -> {idea['loss']:.4f} nats/token ({percent(change)})"
+        text += f": loss {entry['baseline_loss']:.4f} -> {idea['loss']:.4f} nats/token ({percent(change)}"
+        # The interval is that of a ratio: of excess losses, or of losses where the entropy is unknown.
+        compared = {"excess loss": entry["baseline_excess_loss"], "loss": entry["baseline_loss"]}.get(race["compared"])
+        if compared and idea["low"] is not None and idea["high"] <= MAX_CHANGE:
+            text += f"; 95%: {compared * idea['low']:+.4f} to {compared * idea['high']:+.4f} nats/token"
+        text += ")"
         if idea["effect"] is not None and race["compared"] != "loss":
             text += f", {race['compared']} {percent(idea['effect'])} ({interval(idea)})"
     return text

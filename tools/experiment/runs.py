@@ -265,7 +265,15 @@ class Runs:
 
     def _describe(self, result: Result, variant: Variant, seed: int) -> str:
         ended = result.failure or (f"loss {result.loss:.4f}" if result.loss is not None else "stopped")
-        return f"[run {len(self.results)}] {result.run}: {ended}"
+        return f"[run {len(self.results)}] {self.label(variant, seed)}: {ended}"
+
+    def label(self, variant: Variant, seed: int) -> str:
+        """Name a run for a reader: what it changes of the baseline, and its seed."""
+        given, settings = variant.given.items(), self.baseline.settings
+        changes = [f"--{name} {value}" for name, value in given if settings.get(name) != value]
+        if variant.changes_code:
+            changes.insert(0, f"code {variant.code_hash[:8]}")
+        return f"{' '.join(changes) or 'baseline'}, seed {seed}"
 
     def _print_progress(self) -> None:
         """Print a line about the runs that train, every PROGRESS_SECONDS."""
@@ -273,8 +281,9 @@ class Runs:
             return
         self._last_progress = time.monotonic()
         running = [job for job, (name, _) in self._started.items() if name in self.pending and not job.is_finished()]
-        if steps := [f"{job.run.path.name} at step {job.run.newest_metrics()['step']}" for job in running]:
-            print(f"training {', '.join(steps)}", file=sys.stderr)
+        planned = [(self.pending[job.run.path.name], job.run.newest_metrics()["step"]) for job in running]
+        if steps := [f"{self.label(variant, seed)}, at step {step}" for (variant, seed), step in planned]:
+            print(f"training {'; '.join(steps)}", file=sys.stderr)
 
     # Evaluation
 

@@ -17,7 +17,11 @@ CHANGE = r"[+-]\d+\.\d%"
 
 def test_sentence_of_a_better_idea_has_its_losses(experiments):
     text = experiments.race(A, NOTHING, FAILS, json=False)
-    losses = r"loss 0\.90\d\d -> 0\.7[78]\d\d nats/token \(-13\.\d%\)"
+    [first, *_] = experiments.race(A, NOTHING, FAILS)["rounds"]
+    ends = [first["baseline_excess_loss"] * first["ideas"][0][end] for end in ("low", "high")]
+    assert -0.2 < ends[0] < ends[1] < -0.05
+    in_nats = re.escape("{:+.4f} to {:+.4f}".format(*ends))
+    losses = rf"loss 0\.90\d\d -> 0\.7[78]\d\d nats/token \(-13\.\d%; 95%: {in_nats} nats/token\)"
     interval = rf"excess loss -(29|30)\.\d% \({CHANGE} to {CHANGE}\)"
     assert re.search(f"^Better: {A}: {losses}, {interval}$", text, re.MULTILINE)
     first, last = text.splitlines()[0], text.splitlines()[-1]
@@ -37,6 +41,13 @@ def test_sentence_without_a_known_entropy_has_the_loss_alone(experiments):
     text = experiments.race(B, metric="val/other", json=False)
     assert re.search(rf"Better: {B}: loss 1\.\d+ -> 1\.\d+ nats/token \(-10\.\d%\), val/other -10", text)
     assert "excess loss" not in text
+
+
+def test_progress_names_what_a_run_changes(experiments):
+    experiments.race(A, jobs=1)
+    printed = experiments.errors
+    assert re.search(r"^\[run 1\] baseline, seed 0: loss 0\.[89]\d+$", printed, re.MULTILINE)
+    assert re.search(rf"^\[run \d+\] {A}, seed 1: loss 0\.7\d+$", printed, re.MULTILINE)
 
 
 def test_one_idea_has_its_sentence_whatever_the_verdict(experiments):
