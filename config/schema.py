@@ -135,8 +135,8 @@ class OptimizerConfig(Settings):
     """Decoupled weight decay of matrices. Biases, norm gains and other vectors are not decayed."""
 
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """Decay rates of two exponential moving averages. adamw: the gradient and its square; muon: the gradient and the
-    mean square of each row of the update."""
+    """Decay rates of two exponential moving averages. adamw: of the gradient and of its square. muon: of the gradient
+    and of the mean square of each row of the update."""
 
     grad_clip: PositiveFloat | None = 1.0
     """Largest L2 norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. null:
@@ -196,8 +196,8 @@ class EvaluationConfig(Settings):
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Sequences in the validation set; every evaluation uses all of them. source text: at most this many sequences of
-    the validation split; null: the whole split."""
+    """Number of sequences in the validation set. Every evaluation uses all of them. source text: this many
+    sequences, evenly spaced over the validation split, or all if there are fewer. null: the whole split."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in one forward pass of an evaluation, per process."""
@@ -221,7 +221,8 @@ class TrackingConfig(Settings):
     """Trackers of metrics, in addition to metrics.jsonl."""
 
     tracker: Literal["wandb", "tensorboard"] = "wandb"
-    """wandb (Weights & Biases), or tensorboard, which is in the run directory: pip install tensorboard."""
+    """wandb: Weights & Biases. tensorboard: TensorBoard, whose files are in the run directory; it needs
+    `pip install tensorboard`."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Mode of tracker wandb. disabled: no tracker; offline: write to the run directory, without an account, for a later
@@ -319,8 +320,8 @@ class TrainConfig(Settings):
     GPU only; it will be automatic only after a GPU has confirmed it."""
 
     tf32: bool = False
-    """On an NVIDIA GPU, multiply float32 matrices in TF32: several times faster, but inputs are rounded to a 10-bit
-    mantissa. Useful only without mixed precision. Cannot be combined with `exact`."""
+    """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a
+    10-bit mantissa. It is useful only without mixed precision, and cannot be combined with `exact`."""
 
     activation_checkpointing: bool = False
     """Store only the input of each transformer block, and recompute its activations in the backward pass. This needs
@@ -332,8 +333,8 @@ class TrainConfig(Settings):
     CPU, 1 GiB on a GPU)."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as on a signal; run the same command again to resume up to `steps`. Ignored if the
-    run has already completed this step."""
+    """Save and stop after this step, as on a signal. Run the same command again to resume up to `steps`: a run that has
+    already completed this step ignores the setting. null: train to the end."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to profile, counted from 1 as in the log, such as [20, 22]. Every process writes a Chrome

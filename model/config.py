@@ -31,7 +31,7 @@ class GPTConfig(Settings):
     """Width of the residual stream and the embeddings."""
 
     d_ff: PositiveInt = 512
-    """Hidden width of the MLP, commonly 4 x d_model, or 8/3 x d_model for swiglu."""
+    """Hidden width of the MLP. 4 x d_model is common; for swiglu, which has a third matrix, 8/3 x d_model."""
 
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Dropout probability of the embeddings, the attention weights, and the output of each attention and MLP."""
@@ -47,22 +47,23 @@ class GPTConfig(Settings):
 
     position: Literal["learned", "rope"] = "learned"
     """Position encoding: learned (a table of max_position_embeddings vectors added to the token embeddings) or rope
-    (queries and keys are rotated by an angle proportional to the position)."""
+    (rotary: queries and keys are rotated by an angle proportional to the position)."""
 
     window: PositiveInt | None = None
     """Sliding-window attention: number of positions that a query attends to, its own and the window - 1 before it
     (Jiang et al. 2023, arXiv:2310.06825). At most max_position_embeddings. null: no window."""
 
     window_pattern: str = "SSL"
-    """window: letters assigned to the layers in rotation. S (short) has the window, L (long) attends to all earlier
-    positions. The last layer is always long, as with nanochat's --window-pattern. SL is Gemma 2's alternation
-    (arXiv:2408.00118)."""
+    """Which layers have the window: letters that are assigned to the layers in rotation. An S (short) layer has the
+    window, and an L (long) layer attends to all earlier positions. The last layer is always long, as with nanochat's
+    --window-pattern. SL alternates, as in Gemma 2 (arXiv:2408.00118)."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the output projection."""
 
     mlp: Literal["gelu", "gelu_erf", "swiglu", "relu2"] = "gelu"
-    """MLP: gelu (tanh approximation, as GPT-2), gelu_erf (exact), swiglu (SiLU gate, 3 matrices), relu2 (squared)."""
+    """Kind of MLP. gelu: GELU by its tanh approximation, as in GPT-2. gelu_erf: exact GELU. swiglu: a product with a
+    SiLU gate, which has three matrices instead of two. relu2: the square of ReLU."""
 
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised in each head before their dot product."""
@@ -71,8 +72,8 @@ class GPTConfig(Settings):
     """Whether linear layers and layernorms have a bias. The output projection never has one."""
 
     logit_softcap: PositiveFloat | None = None
-    """Bound on the absolute value of the logits: each becomes logit_softcap x tanh(logit / logit_softcap), in training
-    and inference (Gemma 2, arXiv:2408.00118, with 30). null: no bound."""
+    """Bound on the absolute value of the logits. Each logit becomes logit_softcap x tanh(logit / logit_softcap), in
+    training and inference. Gemma 2 uses 30 (arXiv:2408.00118). null: no bound."""
 
     tie_embeddings: bool = False
     """Whether the output projection shares its weights with the token embedding, as in the published GPT-2."""
