@@ -181,7 +181,9 @@ class Runs:
                     if evaluation and evaluation.done():
                         self._keep(evaluation.result())
                         evaluation = None
-                    planned = next_run()
+                    # The choice of the next run needs results, so training does not run ahead of the evaluation.
+                    is_behind = evaluation is not None and len(ended) >= EVALUATED_AT_ONCE
+                    planned = "wait" if is_behind else next_run()
                     must_wait = planned is None or planned == "wait"
                     if ended and not evaluation and (len(ended) >= EVALUATED_AT_ONCE or must_wait):
                         evaluation, ended = pool.submit(self._evaluate, ended), []

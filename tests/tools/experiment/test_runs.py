@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
 from config.errors import ConfigError, RunError
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
-from tools.experiment.runs import MAX_KILLED, problem_of
+from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, problem_of
 
 A, B, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001"
 
@@ -118,6 +119,20 @@ def test_runs_that_ended_before_their_evaluation_are_evaluated(experiments, monk
     before = {run for run in experiments.started() if (experiments.folder() / "runs" / run / "status.json").exists()}
     monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
     assert experiments.race(A)["failed"] == 0 and before and not before & {*experiments.started()}
+
+
+def test_training_does_not_run_ahead_of_the_evaluation(experiments, monkeypatch):
+    """The choice of the next run needs results."""
+    counts = []
+
+    def slow(code, requests):
+        time.sleep(0 if counts else 2)
+        counts.append(len(requests))
+        return fake_evaluator(code, requests)
+
+    monkeypatch.setattr(runs, "run_evaluator", slow)
+    experiments.race(*(f"--model.sham {number}" for number in range(1, 9)), runs=20, jobs=2)
+    assert max(counts) <= EVALUATED_AT_ONCE + 2, counts
 
 
 def test_missing_run_folders_and_checkpoints_are_not_needed(experiments):
