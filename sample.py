@@ -25,6 +25,7 @@ from data.prepare.chat_template import ChatTemplate
 from data.synthetic.stories import get_story_generator
 from data.tokenizer import wrap_tokenizer_errors
 from distributed.cpu import prepare_cpu
+from model.generate import CannotGenerate
 from model.seeds import derive_seed
 from pretrained.load import LoadedModel, load_run
 from pretrained.settings import SampleConfig
@@ -165,12 +166,15 @@ def generate_sample(
             if piece := decoder.step(tokenizer.backend_tokenizer, ids[-1]):
                 pieces.append(piece)
                 print(printable(piece, kept="\n\t"), end="", flush=True)
+    except CannotGenerate as error:
+        print()
+        raise ConfigError(f"run: {config.run!r} cannot generate: {error}") from None
     except FloatingPointError as error:
         print()
         raise RunError(f"run: {config.run!r}: {error}; try an earlier --checkpoint, saved before it diverged") from None
     text = "".join(pieces)
     print()
-    if loaded.config is not None and (data := loaded.config.data).source == "stories":
+    if model.predicts_next_token and loaded.config is not None and (data := loaded.config.data).source == "stories":
         describe = get_story_generator(data.facts, data.zipf, data.seed or 0).describe_text
         limit = model.config.max_position_embeddings
         ids_1T = torch.tensor([ids[:limit]], device=device)

@@ -153,7 +153,11 @@ def train(
     with (
         Reporter(config, run, start.step, accelerator, throughput) as reporter,
         Saver(
-            run.checkpoints, config, accelerator, sync_metrics=reporter.sync, record_progress=run.record_progress
+            run.checkpoints,
+            config,
+            accelerator,
+            sync_metrics=reporter.sync,
+            record_progress=run.record_progress,
         ) as saver,
         step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):
@@ -273,7 +277,8 @@ def train_step(
 
     # Count the local target tokens, 0-dim, and start their sum over the processes. It overlaps the first forward,
     # unless that is a CUDA graph, which waits for the sum first.
-    num_targets = torch.stack([count_targets(batch["labels"]) for batch in micro_batches]).sum()
+    predicts_next_token = state.network.predicts_next_token
+    num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if accelerator.num_processes > 1 else None
 
     # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the

@@ -19,7 +19,7 @@ from config.schema import TrainConfig
 from data.loader import load_batch, model_inputs
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from model.loss import CHUNK_BYTES, count_targets, soft_cap
+from model.loss import CHUNK_BYTES, align_targets, count_targets, soft_cap
 from training import cpu_kernels
 from training.gradients import loss_scale
 from training.optimizer import build_optimizer
@@ -102,7 +102,7 @@ def first_rows(dataset: Any, length: int) -> dict[str, Tensor]:
 def compute_loss(network: GPTModel, batch: dict[str, Tensor]) -> Tensor:
     """Compute the loss as a training step does."""
     torch.manual_seed(0)
-    return network(**batch, num_items_in_batch=count_targets(batch["labels"]))[1]
+    return network(**batch, num_items_in_batch=count_targets(batch["labels"], network.predicts_next_token))[1]
 
 
 def collect_gradients(network: GPTModel) -> dict[str, Tensor]:
@@ -136,16 +136,16 @@ def distillation_error(network: GPTModel, batch: dict[str, Tensor]) -> float:
     hidden_BTC = hidden_BTC.requires_grad_()
     objective, metrics = next_token_loss(hidden_BTC, weight_VC, labels_BT, 1.0, **other_targets)
 
-    # The definition, row by row: the logits at position t predict label t + 1.
+    # The definition, row by row.
     assert network.teacher is not None
     weight, temperature = network.teacher.weight, network.teacher.temperature
     divergence = torch.zeros_like(objective)
     for row, (hidden_TC, labels_T) in enumerate(zip(hidden_BTC, labels_BT, strict=True)):
         inputs = {name: batch[name][row : row + 1] for name in ("input_ids", "position_ids") if name in batch}
-        is_target = labels_T[1:] != -100
-        logits = soft_cap(hidden_TC @ weight_VC.T, network.config.logit_softcap)[:-1][is_target]
+        is_target = align_targets(labels_T[None], network.predicts_next_token)[0] != -100
+        logits = soft_cap(hidden_TC @ weight_VC.T, network.config.logit_softcap)[is_target]
         log_q = (logits / temperature).log_softmax(-1)
-        log_p = (network.teacher.model(**inputs).logits[0, :-1][is_target] / temperature).log_softmax(-1)
+        log_p = (network.teacher.model(**inputs).logits[0, is_target] / temperature).log_softmax(-1)
         divergence = divergence + (log_p.exp() * (log_p - log_q)).sum()
     of_teacher = {"teacher_NV", "teacher_weight", "temperature"}
     without_teacher = {name: value for name, value in other_targets.items() if name not in of_teacher}

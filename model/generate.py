@@ -48,10 +48,15 @@ def sample_tokens(
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
+class CannotGenerate(ValueError):
+    """The model does not predict the next token."""
+
+
 class GenerativeModel(nn.Module):
     """Base class of GPTModel with its generation methods."""
 
     config: GPTConfig
+    predicts_next_token: bool
 
     @torch.no_grad()
     def stream(
@@ -83,9 +88,12 @@ class GenerativeModel(nn.Module):
             The next token of each row, int64 [B, 1].
 
         Raises:
+            CannotGenerate: the model does not predict the next token.
             ValueError: the model is in training mode, or a setting is out of range.
             FloatingPointError: the logits are NaN or infinite.
         """
+        if not self.predicts_next_token:
+            raise CannotGenerate("predicts_next_token is False: write how this model generates in model/generate.py")
         if self.training:
             raise ValueError("generate() would sample with dropout: call model.eval() first")
         if temperature < 0:

@@ -214,6 +214,11 @@ class GPTModel(GenerativeModel):
         teacher: provides the targets of distillation, in training and in evaluations, which log the divergence from it;
             None without one. It is not saved: train.py attaches it again.
         windows: the window of sliding-window attention of each block; None: full attention.
+        predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
+            fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
+            position is its own label, and whatever needs next-token predictions is left out (perplexity, excess loss,
+            bits per byte, `score_logits`, generated texts, two checks of verify.py) or refused (`stream`, export.py,
+            tools.experiment).
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -221,6 +226,8 @@ class GPTModel(GenerativeModel):
 
     # Accelerate's FSDP2 shards each of these as a unit, unless the launch file names others.
     _no_split_modules = ["Block"]
+
+    predicts_next_token = True
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -232,7 +239,7 @@ class GPTModel(GenerativeModel):
         self.config = config
         self.windows = config.windows
         # training/prepare_model.py chooses whether the loss is chunked and compiled.
-        self.next_token_loss = NextTokenLoss(config)
+        self.next_token_loss = NextTokenLoss(config, predicts_next_token=self.predicts_next_token)
         self.teacher: Teacher | None = None
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
@@ -306,7 +313,8 @@ class GPTModel(GenerativeModel):
             input_ids: tokens, int64 [B, T].
             attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
                 shifts the tokens. Omit it without padding: to find out whether it has a 0, the host waits for the GPU.
-            labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here); -100 is ignored.
+            labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here, unless `predicts_next_token` is
+                False); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without

@@ -83,6 +83,17 @@ def get_family(config: GPTConfig) -> str:
     raise ValueError(f"the model has no counterpart in transformers:\n{explained}")
 
 
+def exported_family(config: GPTConfig) -> str:
+    """Return get_family(config).
+
+    Raises:
+        ValueError: the config fits no family, or the model does not predict the next token.
+    """
+    if not GPTModel.predicts_next_token:
+        raise ValueError("the model has no counterpart in transformers: it does not predict the next token")
+    return get_family(config)
+
+
 def layer_types(config: GPTConfig) -> list[str]:
     """Return Qwen3's name for the attention of each layer; its window, like ours, includes the query itself."""
     return ["sliding_attention" if window else "full_attention" for window in config.windows]
@@ -102,11 +113,11 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
     embeddings and residuals is lost: the model is the same in evaluation, not in training.
 
     Raises:
-        ValueError: the config fits no family.
+        ValueError: the config fits no family, or the model does not predict the next token.
     """
     from transformers import GPT2Config, Qwen3Config
 
-    family = get_family(config)
+    family = exported_family(config)
     config = config.replace(n_kv_heads=config.resolved_n_kv_heads, head_dim=config.resolved_head_dim)
     settings = {there: getattr(config, here) for here, there in NAMES[family].items()}
     if family == "gpt2":
@@ -229,7 +240,7 @@ def to_transformers(model: GPTModel) -> "PreTrainedModel":
     """Return the same model as a GPT2LMHeadModel or Qwen3ForCausalLM in eval mode, with copies of the weights.
 
     Raises:
-        ValueError: the config fits no family.
+        ValueError: the config fits no family, or the model does not predict the next token.
     """
     from transformers import AutoModelForCausalLM
 

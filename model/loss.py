@@ -49,9 +49,17 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
     return F.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum"), {}
 
 
-def count_targets(labels_BT: Tensor) -> Tensor:
-    """Return the number of targets, 0-dim int64: labels other than -100, except the first, which nothing predicts."""
-    return (labels_BT[:, 1:] != -100).sum()
+def align_targets(labels_BT: Tensor, predicts_next_token: bool) -> Tensor:
+    """Return the target of each position, [B, T], -100 if it has none: the next label, or else its own label.
+
+    The last position of a row has no next label.
+    """
+    return F.pad(labels_BT[:, 1:], (0, 1), value=-100) if predicts_next_token else labels_BT
+
+
+def count_targets(labels_BT: Tensor, predicts_next_token: bool) -> Tensor:
+    """Return the number of targets, 0-dim int64."""
+    return (align_targets(labels_BT, predicts_next_token) != -100).sum()
 
 
 class Targets(NamedTuple):
@@ -97,7 +105,7 @@ def objective_of_logits(logits_NV: Tensor, targets: Targets, config: GPTConfig) 
 
 
 class NextTokenLoss:
-    """The loss of predicting each label from the position before it.
+    """The loss of predicting each label from the position before it, or from its own (`predicts_next_token`: False).
 
     Attributes:
         chunked: whether to compute the logits, the loss and the gradient of one chunk of positions after another, so
@@ -105,8 +113,8 @@ class NextTokenLoss:
             the memory and 0.7 of the time (docs/performance.md). None: only if the logits take more than one chunk.
     """
 
-    def __init__(self, config: GPTConfig, chunked: bool | None = None):
-        self.config, self.chunked = config, chunked
+    def __init__(self, config: GPTConfig, chunked: bool | None = None, predicts_next_token: bool = True):
+        self.config, self.chunked, self.predicts_next_token = config, chunked, predicts_next_token
         self.differentiate = differentiate_loss
         self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # training/cpu_kernels.py may choose another
 
@@ -144,8 +152,7 @@ class NextTokenLoss:
             metrics: the auxiliary metrics of `objective_of_logits` and the terms of `auxiliary` as (sum, number of
                 targets), detached. With such terms, the loss without them is "loss".
         """
-        # The target of a position is the next token; the last position of a row has none.
-        hidden_NC, targets_N = hidden_BTC.flatten(0, 1), F.pad(labels_BT[:, 1:], (0, 1), value=-100).flatten()
+        hidden_NC, targets_N = hidden_BTC.flatten(0, 1), align_targets(labels_BT, self.predicts_next_token).flatten()
         targets = Targets(targets_N, **other_targets)
 
         # Sum the objective over the targets, in chunks or at once.

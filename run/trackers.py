@@ -22,7 +22,7 @@ from checkpoint.identity import ROOT
 from config.errors import ConfigError
 from config.schema import TrainConfig
 from distributed.signals import Preempted
-from model.hf import get_family
+from model.hf import exported_family
 from run.directory import Run
 from run.metrics_log import read_rows
 from storage.files import write_atomically
@@ -50,7 +50,7 @@ def check(config: TrainConfig) -> None:
                 )
     if tracking.log_model:
         try:
-            get_family(config.model)
+            exported_family(config.model)
         except ValueError as error:
             raise ConfigError(f"tracking.log_model: true exports the model, but {error}") from None
 

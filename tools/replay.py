@@ -201,7 +201,7 @@ def sequences_with_losses(
             labels[row] = targets
             state.seed_micro_batch(step, index, len(micro_batches))
             _, loss_sum, _ = state.model(**{**batch, "labels": labels}, num_items_in_batch=1.0)
-            losses.append(loss_sum / count_targets(labels).clamp(min=1))
+            losses.append(loss_sum / count_targets(labels, state.network.predicts_next_token).clamp(min=1))
     pairs = zip(torch.stack(losses).tolist(), rows, strict=True)
     return [(loss, tokens.tolist(), labels.tolist()) for loss, (tokens, labels) in pairs]
 

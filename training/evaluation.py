@@ -29,9 +29,11 @@ def evaluate(
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
         docs/forking.md) and of the corpus; if the corpus provides them, `val/entropy` (the lowest possible expected
         `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
-        targets).
+        targets). Of a model that does not predict the next token, only `val/loss` and `val/NAME`, without those of
+        `score_logits`.
     """
-    validation, score = corpus.validation, corpus.score_logits
+    validation, predicts_next_token = corpus.validation, accelerator.unwrap_model(model).predicts_next_token
+    score = corpus.score_logits if predicts_next_token else None
     assert validation is not None, "evaluation.every is set"
     rank, num_processes = accelerator.process_index, accelerator.num_processes
     starts, keys, rows = range(0, len(validation), micro_batch_size), [], []
@@ -47,7 +49,7 @@ def evaluate(
         logits_to_keep = 0 if score else None  # 0 is all of them
         inputs = model_inputs(batch)
         logits, loss_sum, auxiliary = model(**inputs, num_items_in_batch=1, logits_to_keep=logits_to_keep)
-        sums = {"loss": (loss_sum, count_targets(batch["labels"])), **auxiliary}
+        sums = {"loss": (loss_sum, count_targets(batch["labels"], predicts_next_token)), **auxiliary}
         sums |= score(logits, batch) if score else {}
         if corpus.score_model:
             # The compiler would need seconds for shapes that no training step has.
@@ -61,10 +63,11 @@ def evaluate(
     columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # sums and counts of each name, by batch
     totals = dict(zip(keys, zip(columns[::2], columns[1::2], strict=True), strict=True))
     metrics = {key: mean(sums, counts) for key, (sums, counts) in totals.items()}
-    metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
     loss_sums, target_counts = totals["loss"]
+    if predicts_next_token:  # otherwise the loss is not the negative log-likelihood of the text
+        metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
     # The entropy and the size of the dataset count only if the batches had the targets for which the dataset has them.
-    if getattr(validation, "num_targets", None) in (None, fsum_or_nan(target_counts)):
+    if predicts_next_token and getattr(validation, "num_targets", None) in (None, fsum_or_nan(target_counts)):
         if (entropy_nats := getattr(validation, "entropy_nats", None)) is not None:
             metrics["entropy"] = mean([entropy_nats], target_counts)
             metrics["excess_loss"] = metrics["loss"] - metrics["entropy"]

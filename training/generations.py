@@ -1,6 +1,7 @@
 """Text generated during training, logged and scored by the corpus."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,7 @@ from config.schema import TrainConfig
 from data.corpus import Corpus
 from data.tokenizer import END_OF_TEXT
 from distributed.sharding import full_tensor, is_sharded
+from model.generate import CannotGenerate
 from model.gpt import GPTModel, build_on_meta_device
 from model.seeds import derive_seed
 from training.results import mean
@@ -36,7 +38,8 @@ def sample_texts(
     """Generate texts, log them, and after the last step score them; called by all processes together.
 
     Returns:
-        An empty dict before the last step, if the corpus scores no texts, and for conversations. Otherwise
+        An empty dict before the last step, if the corpus scores no texts, for conversations, and if the model cannot
+        generate. Otherwise
         `generation/NAME` for each score of the corpus, `generation/distinct`, and `generation/memorized` where the
         corpus has texts: fractions of the samples, which are the same on any number of processes.
     """
@@ -56,7 +59,7 @@ def sample_texts(
         count = min(TEXTS_PER_BATCH, num_texts - first)
         generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
         # The compiler would need seconds for shapes that no training step has.
-        with torch.compiler.set_stance("force_eager"), accelerator.autocast():
+        with suppress(CannotGenerate), torch.compiler.set_stance("force_eager"), accelerator.autocast():
             rows = network.generate(
                 torch.full((count, 1), end_of_text, device=accelerator.device),
                 max_new_tokens=min(config.seq_len, MAX_TOKENS_PER_TEXT) - 1,
@@ -64,9 +67,11 @@ def sample_texts(
                 generator=generator,
                 eos_token_id=end_of_text,
             )
-        numbered += enumerate(tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
+            numbered += enumerate(tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
+    if not texts:
+        return {}
     shown = [f"{text} ({corpus.describe_text(text)})" for text in texts] if corpus.describe_text else texts
     log_texts(step, f"generation/{config.data.source}", shown)
     if not scored or corpus.score_texts is None:

@@ -68,10 +68,14 @@ def resolve(baseline: str) -> int:
 
 def describe(file: str) -> dict[str, Any]:
     """Resolve the settings of a config file, and count what a run with them costs."""
+    from config.errors import ConfigError
     from config.parser import parse_config
     from data.corpus import load_corpus
-    from model.gpt import build_on_meta_device
+    from model.gpt import GPTModel, build_on_meta_device
 
+    if not getattr(GPTModel, "predicts_next_token", True):  # an older commit does not have it
+        problem = "the model does not predict the next token, whose loss tools.experiment computes for all variants"
+        raise ConfigError(f"predicts_next_token: {problem}; train seeds of both with tools.sweep, then tools.compare")
     config = parse_config(["--config", file])
     corpus = load_corpus(config.replace(**{"evaluation.num_samples": None}) if config.data.source == "text" else config)
     with_vocabulary = corpus.fill_in(config)
