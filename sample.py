@@ -40,7 +40,8 @@ def main(config: SampleConfig) -> None:
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint, weights=config.weights)
     if loaded.tokenizer is None:
-        raise ConfigError(f"run: {config.run!r} has no tokenizer; models of random tokens have none")
+        reason = f"its data, data.source: {loaded.config.data.source}, have none; " if loaded.config else ""
+        raise ConfigError(f"run: {config.run!r} has no tokenizer; {reason}sample from a model of text")
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if config.chat:
         converse(loaded, config)

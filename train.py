@@ -158,6 +158,7 @@ def train(
             accelerator,
             sync_metrics=reporter.sync,
             record_progress=run.record_progress,
+            has_tokenizer=corpus.tokenizer is not None,
         ) as saver,
         step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):

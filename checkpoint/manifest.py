@@ -55,7 +55,7 @@ class Manifest:
     """CPU threads of each process, which determine the order of sums; None on a GPU."""
     provenance: dict[str, Any]
     tokenizer: dict[str, Any] | None = None
-    """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer."""
+    """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer; {} if its data have none."""
 
     def write(self, directory: Path) -> None:
         """Write manifest.json into the directory."""

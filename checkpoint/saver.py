@@ -56,6 +56,7 @@ class Saver(AbstractContextManager):
         accelerator: Accelerator,
         sync_metrics: Callable[[], None],
         record_progress: Callable[[int], None],
+        has_tokenizer: bool = True,
     ):
         self.checkpoints, self.config = checkpoints, config.checkpoint
         self.sync_metrics, self.record_progress = sync_metrics, record_progress
@@ -65,6 +66,8 @@ class Saver(AbstractContextManager):
 
             corpus = read_metadata(Path(config.data.corpora[0]).expanduser())  # the tokenizers of a mixture are equal
             self.facts["tokenizer"] = {name: corpus["tokenizer"][name] for name in ("hash", "end_of_text")}
+        elif not has_tokenizer:
+            self.facts["tokenizer"] = {}
         self.rank, self.timeout_seconds = accelerator.process_index, config.timeout_seconds
         # A separate process group, always gloo, keeps the thread's collectives apart from those of training.
         self.group: dist.ProcessGroup | None = None

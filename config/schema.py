@@ -490,7 +490,7 @@ class TrainConfig(Settings):
         if self.cuda_graph and self.activation_checkpointing:
             reason = "activation_checkpointing: true, which saves the state of random generators on the host"
             yield f"cuda_graph: true cannot capture {reason}; set one of them to false"
-        if self.data.source != "text" and self.evaluation.num_samples is None:
+        if self.data.source in ("random", "stories") and self.evaluation.num_samples is None:
             endless = f"the validation set of data.source: {self.data.source} is endless"
             yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
         if self.profile and self.profile[0] > self.profile[1]:

@@ -22,11 +22,13 @@ PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 def load_run_tokenizer(
     directory: Path, config: TrainConfig, recorded: dict[str, Any] | None
 ) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer of a checkpoint's run, or if it cannot be used, of its corpus; None for random tokens.
+    """Load the tokenizer of a checkpoint's run, or if it cannot be used, of its corpus; None if its data have none.
 
-    For a run on text it must have the `recorded` properties, of the manifest; None: those of an earlier version, which
-    recorded none. Raise ConfigError if neither can be used.
+    `recorded` is in the manifest: for a run on text the properties that its tokenizer must have, {} if the data have no
+    tokenizer. None: there is one, or an earlier version recorded nothing. Raise ConfigError if none can be used.
     """
+    if recorded == {}:
+        return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     if config.data.source != "text":

@@ -194,6 +194,13 @@ def test_empty_section_is_refused(tmp_path):
     assert "optimizer: null" in message and "tracking: null" in message and "model" not in message
 
 
+def test_forked_data_source_may_be_evaluated_on_all_its_samples():
+    data = DataConfig.model_construct(source="csv")
+    config = parse_config([*RANDOM_TOKENS]).model_copy(update={"data": data})
+    config = config.model_copy(update={"evaluation": config.evaluation.replace(num_samples=None)})
+    assert config.problems(1) == []
+
+
 def test_forked_data_source_may_use_path_settings():
     files = {"path": "a.csv", "hash": "0123", "packing": "isolated"}
     assert DataConfig.model_construct(source="csv", **files).problems() == []

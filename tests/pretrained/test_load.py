@@ -251,8 +251,20 @@ def test_load_run_refuses_incomplete_transformers_weights(cut, tmp_path):
 def test_sample_refuses_run_without_tokenizer(runs):
     train("--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--steps", 1, "--name", "run", "--out_dir", runs)
     run = runs / "run"
-    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer; models of random tokens have none"):
+    with pytest.raises(ConfigError, match=f"run: '{run}' has no tokenizer; its data, data.source: random, have none"):
         sample.main(SampleConfig(run=str(run)))
+
+
+def test_model_without_tokenizer_is_loaded_without_its_data(runs, monkeypatch):
+    """The data source of a fork may read files that have moved."""
+    tiny = ROOT / "tests" / "support" / "tiny_random.yaml"
+    train("--config", tiny, "--steps", 1, "--name", "run", "--out_dir", runs)
+
+    def moved(config):
+        raise ConfigError("data.path: it has moved")
+
+    monkeypatch.setattr("pretrained.tokenizer.load_corpus", moved)
+    assert load_run(runs / "run").tokenizer is None
 
 
 def test_encode_without_end_of_text_requires_prompt():
