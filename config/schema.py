@@ -316,8 +316,8 @@ class TrainConfig(Settings):
     cuda_graph: bool | None = None
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
     small model faster than the CPU launches them. Several processes sum the gradients by one all-reduce, without DDP.
-    Cannot be combined with FSDP2 or `activation_checkpointing`. null: false, because it has been tested on an emulated
-    GPU only; it will be automatic only after a GPU has confirmed it."""
+    Cannot be combined with FSDP2 or `activation_checkpointing`. null: false. It has been tested on an emulated GPU
+    only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a
@@ -330,7 +330,8 @@ class TrainConfig(Settings):
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
     memory and, on a CPU, less time. null: true with `compile`, or if the logits take more than one chunk (32 MiB on a
-    CPU, 1 GiB on a GPU)."""
+    CPU, 1 GiB on a GPU, but at least 128 positions, which take more on a CPU if the vocabulary has more than 65,536
+    tokens)."""
 
     stop_after: PositiveInt | None = None
     """Save and stop after this step, as on a signal. Run the same command again to resume up to `steps`: a run that has
@@ -352,7 +353,7 @@ class TrainConfig(Settings):
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
     compared before every checkpoint. 0: never compare them, not even before a checkpoint."""
 
-    # Clocks that count nanoseconds in int64 overflow above 2**31 seconds.
+    # 68 years. Clocks that count nanoseconds in int64 would overflow at 2**33 seconds.
     timeout_seconds: Annotated[int, Ge(1), Le(2**31 - 1)] = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
     the run ends with an error. The timeout for a batch from a DataLoader worker is half as long."""

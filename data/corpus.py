@@ -37,8 +37,8 @@ class Corpus:
     validation: SampleDataset | None
     """None for source text without evaluations. The dataset may have the attributes `entropy_nats` (the lowest expected
     loss of any model, in nats summed over all targets), `num_bytes` (size of the text of the targets, for bits per
-    byte) and `num_targets` (number of the targets, to which both refer: if an evaluation counts another number,
-    because the labels were changed, it ignores both)."""
+    byte) and `num_targets` (the number of targets for which both hold: an evaluation that counts another number, as
+    after a change of the labels, ignores both)."""
     tokenizer: Tokenizer | None
     """None for random tokens."""
     vocab_size: int
