@@ -22,7 +22,6 @@ from run import trackers
 from tests.checks.test_gradients import LEARN, TEACHER, errors_of
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from tests.support import forked
-from tools.experiment import variant_program
 
 PROGRAM = "tests/programs/masked_train.py"
 EXPORTABLE = GPTConfig(vocab_size=20, d_model=16, n_heads=2)
@@ -53,11 +52,6 @@ def test_generation_and_export_are_refused():
         to_transformers(model)
     with pytest.raises(ConfigError, match="tracking.log_model: .*does not predict the next token"):
         trackers.check(parse_config([*map(str, TINY_STORIES), "--tracking.log_model", "true"]))
-
-
-def test_experiment_refuses_it_before_anything_is_trained():
-    with pytest.raises(ConfigError, match="predicts_next_token: .*tools.compare"):
-        variant_program.describe(TINY_STORIES[1])
 
 
 def test_checks_of_causal_models_do_not_apply():

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from config.errors import ConfigError, RunError
-from tests.conftest import ROOT
+from model.gpt import GPTModel
+from tests.conftest import ROOT, TINY_STORIES
+from tools.experiment import variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
     Cost,
@@ -143,6 +145,12 @@ def test_settings_that_change_the_targets_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name}: 3 changes which tokens are predicted"):
         check_targets(make_variant(), make_variant(**{name: 3}))
     check_targets(make_variant(), make_variant(**{"data.num_samples": 3, "data.num_workers": 3, "steps": 3}))
+
+
+def test_model_of_another_kind_is_refused_before_it_is_trained(monkeypatch):
+    monkeypatch.setattr(GPTModel, "predicts_next_token", False)
+    with pytest.raises(ConfigError, match="predicts_next_token: .*tools.compare"):
+        variant_program.describe(TINY_STORIES[1])
 
 
 # Scaling
