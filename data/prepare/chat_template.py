@@ -44,7 +44,8 @@ def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = DEFAULT_TEMPLATE
-        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE)
+        # Several processes encode, each with the tokenizer that it opens.
+        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE, several_writers=True)
     return tokenizer
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -22,11 +23,12 @@ import data.prepare.prepare
 import data.prepare.sources
 import evaluate
 import sample
+import storage.files
 from config.errors import ConfigError
 from config.parser import parse_config, parse_tool
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns, verify
-from data.prepare.chat_template import ChatTemplate
+from data.prepare.chat_template import DEFAULT_TEMPLATE, ChatTemplate, open_tokenizer
 from data.prepare.tokenizer import save_tokenizer
 from data.text import TextCorpus, TextDataset
 from evaluate import EvaluateConfig
@@ -176,6 +178,24 @@ def test_assistant_mask_excludes_first_token(folder):
     tokenizer.chat_template = MARKED.replace("{{ eos_token }}", "").replace("{{ m['role'] + ': ' }}", "")
     tokens, answers = ChatTemplate(tokenizer).encode([{"role": "assistant", "content": "Hi."}])
     assert bytes(tokens[:3]) == b"Hi." and answers == [0, 1, 1, 1, 0]
+
+
+def test_two_processes_may_save_the_default_template(tmp_path, monkeypatch):
+    """The second process replaces the file while the first one writes it."""
+    save_tokenizer("byte", tmp_path, [])
+    flush, other = storage.files.flush_to_disk, []
+
+    def flush_while_another_process_saves(file):
+        if not other:
+            other.append(True)
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "getpid", lambda: 1)
+                open_tokenizer(tmp_path)
+        flush(file)
+
+    monkeypatch.setattr(storage.files, "flush_to_disk", flush_while_another_process_saves)
+    assert open_tokenizer(tmp_path).chat_template == DEFAULT_TEMPLATE and other
+    assert (tmp_path / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE
 
 
 def test_prompt_response_rows_are_conversations(tmp_path):
