@@ -114,6 +114,17 @@ def test_chinese_readme_matches_english():
     assert ours == theirs, ours ^ theirs
 
 
+def test_loop_of_readme_is_in_train_py():
+    """Each of its lines, in its order, except the parameters of its functions."""
+    [excerpt] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = iter(line.partition("  #")[0].strip() for line in (ROOT / "train.py").read_text().splitlines())
+    lines = [line.partition("  #")[0].strip() for line in excerpt.splitlines() if line]
+    assert len(lines) >= 18 and excerpt.count("# <--") == 3
+    for line in lines:
+        wanted = line.partition("(")[0] + "(" if line.startswith("def ") else line
+        assert wanted in code, f"README.md: not in train.py, or not in this order: {line}"
+
+
 def anchors(file):
     """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
