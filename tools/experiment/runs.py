@@ -271,8 +271,9 @@ class Runs:
 
     def label(self, variant: Variant, seed: int) -> str:
         """Name a run for a reader: what it changes of the baseline, and its seed."""
-        given, settings = variant.given.items(), self.baseline.settings
-        changes = [f"--{name} {value}" for name, value in given if settings.get(name) != value]
+        of_all_runs = self.baseline.given
+        changed = {name: value for name, value in variant.given.items() if of_all_runs.get(name, "") != value}
+        changes = [f"--{name} {format_value(value)}" for name, value in changed.items()]
         if variant.changes_code:
             changes.insert(0, f"code {variant.code_hash[:8]}")
         return f"{' '.join(changes) or 'baseline'}, seed {seed}"
@@ -354,6 +355,11 @@ def problem_of(loss: float | None, excess_loss: float | None, metric: str | None
     if excess_loss is not None and excess_loss <= 0:
         return f"its loss is below the entropy of the data, by {-excess_loss:.4g} nats/token"
     return f"{what} is {loss:g}, and only positive values are compared" if loss <= 0 else ""
+
+
+def format_value(value: Any) -> str:
+    """Return the value of a setting as on a command line."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def read_tokens(job: Job) -> float | None:

@@ -44,7 +44,7 @@ def test_sentence_without_a_known_entropy_has_the_loss_alone(experiments):
 
 
 def test_progress_names_what_a_run_changes(experiments):
-    experiments.race(A, jobs=1)
+    experiments.race(A, "--steps", "90", "--model.sham", "3", jobs=1)
     printed = experiments.errors
     assert re.search(r"^\[run 1\] baseline, seed 0: loss 0\.[89]\d+$", printed, re.MULTILINE)
     assert re.search(rf"^\[run \d+\] {A}, seed 1: loss 0\.7\d+$", printed, re.MULTILINE)
