@@ -56,6 +56,7 @@ from training.ema import ema_weights
 from training.evaluation import check_finite_val_loss, evaluate
 from training.generations import sample_texts
 from training.gradients import backward, fill_missing_gradients, first_backward, loss_scale, trainable_parameters
+from training.graph_choice import choose_graph
 from training.optimizer import apply_schedules, build_optimizer, learning_rates
 from training.prepare_model import add_teacher, prepare_network
 from training.profiler import step_profiler
@@ -117,8 +118,10 @@ def train(
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
-    # Build the model and the optimizer, and load their state.
-    state = build_state(config, run, accelerator, models)
+    # Build the model and the optimizer, and load their state. With `cuda_graph: null`, a trial in a child process
+    # decides whether the steps use a CUDA graph.
+    use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
+    state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
     # With `tracking.block_stats`: norms of the weights and gradients of each block, and the size of its output. They
@@ -162,7 +165,7 @@ def train(
         ) as saver,
         step_profiler(config.profile, start.step, run.path, rank) as profiler,
     ):
-        reporter.say(summary(config, accelerator, state.network, run.path, start, corpus))
+        reporter.say(summary(state.config, accelerator, state.network, run.path, start, corpus, trial))
 
         # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
         warm_up(state, loader.load(start.step)[0])
@@ -401,5 +404,15 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
     if config.cuda_graph:
-        state.graph = GraphedMicroBatch(partial(forward_backward, state), state.parameters)
+        state.graph = GraphedMicroBatch(partial(forward_backward, state), network)
     return state
+
+
+def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
+    """Build a state with a CUDA graph, and load two micro-batches from `step` on; called in the child process."""
+    run = Run.from_config(config)
+    config, corpus, models = resolve(config.replace(cuda_graph=True), run)
+    accelerator = start_accelerator(config)
+    state = build_state(config, run, accelerator, models)
+    loader = BatchLoader(corpus.train, corpus.global_batches(config), config.micro_batch_size, accelerator.device)
+    return state, [*loader.load(step), *loader.load(step + 1)][:2]

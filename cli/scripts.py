@@ -37,9 +37,13 @@ ROOT = Path(__file__).parent.parent
 SettingsParser = type | Callable[[list[str]], Any]
 
 
-def run_and_exit(*arguments: Any, **named: Any) -> NoReturn:
-    """Call `run_script` with these arguments, and end this process with the exit code that it returns."""
-    exit_without_teardown(run_script(*arguments, **named))
+def run_and_exit(*arguments: Any, **named: Any) -> None:
+    """Call `run_script` with these arguments, and end this process with the exit code that it returns.
+
+    Do nothing where multiprocessing imports the program again, in a child process, for its functions and classes.
+    """
+    if sys._getframe(1).f_globals["__name__"] != "__mp_main__":
+        exit_without_teardown(run_script(*arguments, **named))
 
 
 def run_in_notebook(script: str, *args: str) -> None:

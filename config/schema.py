@@ -316,8 +316,11 @@ class TrainConfig(Settings):
     cuda_graph: bool | None = None
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
     small model faster than the CPU launches them. Several processes sum the gradients by one all-reduce, without DDP.
-    Cannot be combined with FSDP2 or `activation_checkpointing`. null: false. It has been tested on an emulated GPU
-    only."""
+    Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in a child process, and
+    uses it if its gradients agree with those without it: bitwise with `exact`, otherwise as closely as gradients that
+    are computed twice. If they do not, or if a graph is impossible, the first lines of output say so. It tries only on
+    an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches left to train. true: an
+    impossible graph is an error. It has been tested on an emulated GPU only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a

@@ -40,8 +40,9 @@ def summary(
     directory: Path,
     start: StartingPoint,
     corpus: Corpus,
+    graph_trial: str = "",
 ) -> str:
-    """Describe a run in lines of the form `name: fact`."""
+    """Describe a run in lines of the form `name: fact`; `graph_trial` is what a trial of a CUDA graph found."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -84,6 +85,8 @@ def summary(
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": format_tokens(config, (start.step, start.tokens)),
     }
+    if graph_trial:
+        facts["CUDA graph"] = f"{'on' if config.cuda_graph else 'off'}, {graph_trial}"
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
     if sizes := corpus.file_sizes:

@@ -24,12 +24,15 @@ from model.loss import MetricSums
 class GraphedMicroBatch:
     """Replays `forward_backward(batch, num_targets, grad_scale)` of train.py; called like it, after `warm_up`.
 
-    The graph is captured at the first call, and again when the shapes of the batch or `grad_scale` change. Any other
-    Python value that the forward reads, such as a dropout rate, keeps the value that it had in the capture.
+    The graph is captured at the first call, and again when the shapes of the batch, `grad_scale` or a number that is an
+    attribute of a module of `network`, such as a dropout rate, change. Any other Python value that the forward reads
+    keeps the value that it had in the capture.
     """
 
-    def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], parameters: list[nn.Parameter]):
-        self.forward_backward, self.parameters = forward_backward, parameters
+    def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], network: nn.Module):
+        self.forward_backward = forward_backward
+        self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        self.attributes = [vars(module) for module in network.modules()]
         self.captured_for: tuple | None = None
         self.graph = torch.cuda.CUDAGraph()
         # The memory that the graph reads and writes.
@@ -47,7 +50,8 @@ class GraphedMicroBatch:
         """
         if all_reduce:
             all_reduce.wait()
-        captured_for = grad_scale, [(name, tensor.shape) for name, tensor in batch.items()]
+        numbers = [value for names in self.attributes for value in names.values() if isinstance(value, int | float)]
+        captured_for = grad_scale, numbers, [(name, tensor.shape) for name, tensor in batch.items()]
         if captured_for != self.captured_for:
             self.capture(batch, num_targets, grad_scale)
             self.captured_for = captured_for
@@ -84,7 +88,7 @@ class GraphedMicroBatch:
             raise RunError(
                 f"cuda_graph: true: the forward or the backward cannot be captured, {place.filename}:{place.lineno}: "
                 f"{str(cause).splitlines()[0]}; set it to false, or read no value on the host"
-            ) from error
+            ) from cause
         self.gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         for parameter, gradient in zip(self.parameters, accumulated, strict=True):
             parameter.grad = gradient

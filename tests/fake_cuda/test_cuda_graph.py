@@ -148,6 +148,16 @@ GPTModel.forward = with_metric
 train.loss_scale = lambda precision, step, skipped: 2.0 ** (step % 3)  # as fp16 after an overflow
 run_and_exit("train")
 """
+OTHER_NUMBER = """
+import train
+from cli.scripts import run_and_exit
+train_step = train.train_step
+def with_other_dropout(state, step, *arguments, **more):
+    state.network.blocks[1].dropout.p = 0.1 * (step // 3)
+    train_step(state, step, *arguments, **more)
+train.train_step = with_other_dropout
+run_and_exit("train")
+"""
 READS_ON_HOST = """
 from cli.scripts import run_and_exit
 from model.gpt import Block
@@ -167,7 +177,10 @@ def run_fork(source, program, *arguments):
     return forked.run(str(program), [*words, str(program.parent)], 0, fake_gpus(1))
 
 
-@pytest.mark.parametrize("source", [OTHER_LENGTHS, OTHER_SCALES_AND_METRIC], ids=["lengths", "loss scales"])
+OTHERS = {"lengths": OTHER_LENGTHS, "loss scales": OTHER_SCALES_AND_METRIC, "number": OTHER_NUMBER}
+
+
+@pytest.mark.parametrize("source", OTHERS.values(), ids=OTHERS)
 def test_graph_is_captured_again(source, folder, tmp_path):
     rows = []
     for name, graph in {"eager": [], "graphed": GRAPH}.items():

@@ -1,0 +1,102 @@
+"""`cuda_graph: null` on the fake devices of README.md: a trial decides, and no decision changes or ends a run."""
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT, TINY_STORIES, metrics
+from tests.fake_cuda.launch import fake_gpus
+from tests.support import forked
+
+# A fork of train.py. The child process of the trial imports it too, and has its devices from tests/fake_cuda/site.
+PROGRAM = """
+import os
+import torch
+from cli.scripts import run_and_exit
+from model.gpt import Block
+from training import graph_choice
+from training.cuda_graph import GraphedMicroBatch
+
+graph_choice.MIN_MICRO_BATCHES = 0
+is_capturing = torch.cuda.is_current_stream_capturing
+forward, replay = Block.forward, GraphedMicroBatch.__call__
+
+def changed_forward(block, x_BTC, *arguments):
+    {in_forward}
+    return forward(block, x_BTC, *arguments)
+
+def changed_replay(graph, *arguments):
+    outputs = replay(graph, *arguments)
+    {after_replay}
+    return outputs
+
+Block.forward, GraphedMicroBatch.__call__ = changed_forward, changed_replay
+{more}
+run_and_exit("train")
+"""
+WORKS = "on, its gradients have the same bits as without it"
+REFUSED = "off, the forward or the backward cannot be captured, PROGRAM:14: "
+# What the fork changes, and the line that the run prints.
+TRIALS = {
+    "agrees": ({}, WORKS),
+    "capture raises": (
+        {"in_forward": "if is_capturing(): raise RuntimeError('CUDA error: an unknown operation')"},
+        REFUSED + "CUDA error: an unknown operation",
+    ),
+    "reads on host": (
+        {"in_forward": "assert x_BTC.square().mean().item() < 1e9"},
+        REFUSED + "CUDA error: operation not permitted when stream is capturing",
+    ),
+    "one gradient is wrong": (
+        {"after_replay": "graph.parameters[5].grad[3] += 1"},
+        "off, the gradient of blocks.0.attention.q_proj.bias differs by 1.0e+00 from N, without a graph by 0.0e+00 "
+        "at most",
+    ),
+    "memory": (
+        {"in_forward": "if is_capturing(): raise torch.OutOfMemoryError('CUDA out of memory: 2 GiB')"},
+        f"off, memory does not suffice: {REFUSED.removeprefix('off, ')}CUDA out of memory: 2 GiB",
+    ),
+    "dies": (
+        {"in_forward": "if is_capturing(): os._exit(9)"},
+        "off, the trial ended with exit code 9",
+    ),
+    "takes too long": ({"more": "graph_choice.MAX_SECONDS = 0.5"}, "off, the trial took more than 0.5 s"),
+}
+
+
+@pytest.fixture(scope="module")
+def without(folder):
+    """Return a run without a graph."""
+    return run(folder, "--cuda_graph", "false")[0]
+
+
+def run(out_dir, *settings, processes=0, **changes):
+    """Return the metrics of a run of the fork, and what it says of CUDA graphs."""
+    program = out_dir / "program.py"
+    parts = {"in_forward": "pass", "after_replay": "pass", "more": ""}
+    program.write_text(PROGRAM.format(**parts | changes))
+    site = f"{ROOT / 'tests/fake_cuda/site'}:{ROOT}"
+    words = [*TINY_STORIES, *settings, "--name", "run", "--checkpoint.every", "8", "--out_dir", str(out_dir)]
+    done = forked.run(str(program), words, processes, fake_gpus(2, PYTHONPATH=site, ACCELERATE_MIXED_PRECISION="bf16"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.findall(r"CUDA graph: (.*)", done.stdout.replace(str(program), "PROGRAM"))
+    assert ("trying a CUDA graph" in done.stderr) == (lines != []) == ("false" not in settings)
+    assert (", CUDA graph\n" in done.stdout or ", CUDA graph," in done.stdout) == (lines[:1] == [WORKS])
+    return metrics(out_dir / "run"), [re.sub(r"from [\d.e+-]+,", "from N,", line) for line in lines]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "agrees")) for name in TRIALS])
+def test_trial_changes_nothing_and_is_reported(name, without, tmp_path):
+    changes, line = TRIALS[name]
+    assert run(tmp_path, **changes) == (without, [line])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["--exact", "true"]], ids=["DDP", "exact"])
+def test_two_processes_try_once(settings, folder, tmp_path):
+    rows = []
+    for graph in (["--cuda_graph", "false"], []):
+        (tmp_path / f"{len(graph)}").mkdir()
+        rows.append(run(tmp_path / f"{len(graph)}", *settings, *graph, processes=2))
+    (without, _), (tried, lines) = rows
+    assert tried == without and lines == [WORKS]

@@ -1,0 +1,148 @@
+"""The choice of `cuda_graph: null`: a trial in a child process decides whether a run uses a CUDA graph.
+
+Nothing is captured in the process of the run before the trial has succeeded. After a failed capture torch does not
+restore its memory allocator and random generator (see the comment in `CUDAGraph::reset` of its CUDAGraph.cpp), so a
+later allocation or dropout may raise. The child takes this state with it when it ends.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from multiprocessing.connection import Connection
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from config.errors import error_kind
+from config.schema import TrainConfig
+from data.loader import Batch
+from data.sampler import BatchSizes
+from distributed.collectives import broadcast_from_main
+from distributed.launch import LAUNCH_VARIABLE
+from model.gpt import build_on_meta_device
+from model.loss import count_targets
+from training.gradients import fill_missing_gradients, loss_scale
+from training.state import TrainState
+
+# The GPU runs the kernels of larger models more slowly than the host launches them.
+MAX_PARAMETERS = 50_000_000
+# A trial takes seconds, which fewer micro-batches would not save.
+MIN_MICRO_BATCHES = 2_000
+MAX_SECONDS = 300
+
+
+def choose_graph(
+    config: TrainConfig, accelerator: Accelerator, step: int, build: Callable[[], tuple[TrainState, list[Batch]]]
+) -> tuple[bool, str]:
+    """Return whether the run uses a CUDA graph, and what a trial found; "" without a trial.
+
+    Called by all processes together. `build` makes, in the child process, a state with a graph and two micro-batches.
+    """
+    if config.cuda_graph is not None:
+        return config.cuda_graph, ""
+    sizes = BatchSizes.from_config(config)
+    sequences = sizes.sequences_before(config.steps) - sizes.sequences_before(step)
+    may_help = (
+        accelerator.device.type == "cuda"
+        and accelerator.distributed_type != DistributedType.FSDP
+        and not config.activation_checkpointing
+        and sequences >= MIN_MICRO_BATCHES * config.micro_batch_size * accelerator.num_processes
+        and build_on_meta_device(config.model).num_parameters() < MAX_PARAMETERS
+    )
+    if not may_help:
+        return False, ""
+    # The child has one process, whatever the number of this run: a graph contains no communication. It must end before
+    # the other processes stop waiting for its result.
+    timeout_seconds = min(MAX_SECONDS, config.timeout_seconds / 2)
+    return broadcast_from_main(try_in_child(build, timeout_seconds) if accelerator.is_main_process else None)
+
+
+def try_in_child(build: Callable[[], tuple[TrainState, list[Batch]]], timeout_seconds: float) -> tuple[bool, str]:
+    """Return whether a graph works, and how well or why not."""
+    print("trying a CUDA graph in a child process ...", file=sys.stderr, flush=True)
+    context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_trial, args=(sender, build))
+    try:
+        child.start()
+    except OSError as error:
+        return False, f"the child process cannot start: {error}"
+    sender.close()  # so that the end of the child ends the wait
+    try:
+        if receiver.poll(timeout_seconds):
+            return receiver.recv()
+        return False, f"the trial took more than {timeout_seconds:g} s"
+    except EOFError:
+        child.join()
+        return False, f"the trial ended with exit code {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+
+
+def _run_trial(sender: Connection, build: Callable[[], tuple[TrainState, list[Batch]]]) -> None:
+    for name in filter(LAUNCH_VARIABLE.fullmatch, list(os.environ)):
+        del os.environ[name]
+    with open(os.devnull, "w") as nowhere:
+        for output in (1, 2):
+            os.dup2(nowhere.fileno(), output)
+    try:
+        sender.send(compare(*build()))
+    except Exception as error:
+        reason = str(error).removeprefix("cuda_graph: true: ").partition("\n")[0].partition("; ")[0]
+        is_full = error_kind(error.__cause__ or error) == "out_of_memory"
+        sender.send((False, f"memory does not suffice: {reason}" if is_full else reason or type(error).__name__))
+
+
+def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
+    """Capture a graph of one micro-batch and compare its gradients of another with those without a graph."""
+    first, second = batches
+    assert state.graph, "built with cuda_graph: true"
+    names = [
+        "the loss",
+        *(f"the gradient of {name}" for name, p in state.network.named_parameters() if p.requires_grad),
+    ]
+    scale = loss_scale(state.accelerator.mixed_precision, step=0, skipped=6)  # 2**10 in fp16
+
+    def gradients(compute: Callable[..., tuple], batch: Batch) -> list[Tensor]:
+        """Return the loss and the gradients of a micro-batch."""
+        state.seed_micro_batch(step=0, index=int(batch is second), num_micro_batches=2)
+        loss, _ = compute(batch, count_targets(batch["labels"]), scale)
+        return [loss, *fill_missing_gradients(state.parameters)]
+
+    # Weights that are zero at the start, as with zero_init, would make the gradients of others zero.
+    with torch.no_grad():
+        for parameter in state.parameters:
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    # An optimizer step allocates the optimizer's state. The graph's memory stays allocated while the gradients without
+    # a graph are computed, as during an evaluation. So what fits here fits in the run.
+    gradients(state.graph.forward_backward, first)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    gradients(state.graph, first)  # captures
+    state.optimizer.zero_grad()
+    captured = state.graph.graph
+    results = []
+    for compute in (state.graph, *[state.graph.forward_backward] * 3):
+        results.append(gradients(compute, second))
+        state.optimizer.zero_grad()
+    if state.graph.graph is not captured:
+        return False, "the forward changes a number that is an attribute of a module, so every call is another graph"
+
+    has_same_bits = True
+    for name, replayed, *computed in zip(names, *results, strict=True):
+        if all(torch.equal(replayed, one) for one in computed):
+            continue
+        has_same_bits = False
+        # Without `exact` some kernels of a GPU add in another order each time.
+        spread = max(float((one - other).norm()) for one, other in combinations(computed, 2))
+        error = float((replayed - computed[0]).norm())
+        if state.config.exact or not error <= 2 * spread:  # also if it is NaN
+            size = float(computed[0].norm())
+            return False, f"{name} differs by {error:.1e} from {size:.1e}, without a graph by {spread:.1e} at most"
+    return True, f"its gradients {'have the same bits as' if has_same_bits else 'scatter like those'} without it"
