@@ -232,10 +232,15 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("command", DATA_COMMANDS)
 def test_command_of_data_page(command, folder):
-    training = "train.py" in command
+    training, preparing = "train.py" in command, "data.prepare" in command
     checking = "--check" in command
-    done = python(f"{command} {SHORT_TEXT if training else '' if checking else '--num_workers 1'}", cwd=folder)
-    if checking:
+    more = SHORT_TEXT if training else "--num_workers 1" if preparing and not checking else ""
+    done = python(f"{command} {more}", cwd=folder)
+    if "export.py" in command:
+        assert (folder / command.split()[-1] / "model.safetensors").exists()
+    elif "sample.py" in command:
+        assert "To be" in done.stdout
+    elif checking:
         assert "files have their recorded hashes" in done.stdout
     elif training:
         assert done.stdout.endswith("Training finished.\n") and "val/bits_per_byte" in done.stdout
