@@ -31,6 +31,7 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
     run_and_exit("tools.sweep", SweepConfig, needs_torch=False)
 
 import itertools
+import json
 import re
 import shlex
 from collections import Counter
@@ -229,7 +230,7 @@ def write_run_config(config: TrainConfig) -> Path:
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run has completed all its steps and need not be started.
 
-    If its inputs or schedule have changed, or the corpus was prepared again, train.py is started, which resumes the run
+    If its inputs or schedule have changed, or the corpus is another one, train.py is started, which resumes the run
     or refuses it.
     """
     path, now = run_path(config), config.flat()
@@ -238,5 +239,9 @@ def is_finished(config: TrainConfig) -> bool:
     if not completed or stored is None or any(stored[name] != now[name] for name in checked):
         return False
     corpora = [Path(corpus).expanduser() / "metadata.json" for corpus in config.data.corpora]
-    prepared = [corpus.stat().st_mtime for corpus in corpora if corpus.exists()]
-    return max(prepared, default=0) <= (path / "status.json").stat().st_mtime and config.resume != "never"
+    try:
+        hashes = [json.loads(corpus.read_text())["hash"] for corpus in corpora if corpus.exists()]
+    except (OSError, ValueError, KeyError, TypeError):  # train.py says what is wrong with the corpus
+        return False
+    is_same_corpus = len(hashes) < len(corpora) or "+".join(hashes) == (stored["data.hash"] or "")
+    return is_same_corpus and config.resume != "never"

@@ -54,14 +54,21 @@ class Job:
     def is_finished(self) -> bool:
         return self.run.is_finished(self.steps)
 
-    def status_since(self, start_time: float) -> Status:
-        """Return how the process started at `start_time` (seconds since the epoch) ended.
+    def status_stamp(self) -> tuple[int, int] | None:
+        """Return what changes whenever status.json is written, whatever the clock; None if there is no such file."""
+        try:
+            stat = os.stat(self.run.path / "status.json")
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns
+
+    def status_since(self, stamp: tuple[int, int] | None) -> Status:
+        """Return how the process ended that was started when `status_stamp` was `stamp`.
 
         A process that fails before the training starts leaves the status of an earlier process; what it printed tells
         why.
         """
-        file = self.run.path / "status.json"
-        if file.exists() and file.stat().st_mtime >= start_time and (status := self.run.status()):
+        if self.status_stamp() not in (None, stamp) and (status := self.run.status()):
             return status
         disk = shutil.disk_usage(self.output.parent) if self.output.exists() else None
         if disk and disk.total and disk.free < MIN_FREE_BYTES:  # total 0 where a file system does not know
@@ -91,7 +98,9 @@ class Started(NamedTuple):
     slot: int
     """Index below `max_running`; decides the GPU."""
     start_time: float
-    """Seconds since the epoch."""
+    """Of a clock that is never set back."""
+    status_stamp: tuple[int, int] | None
+    """Of the status that an earlier process left."""
 
 
 class JobRunner:
@@ -217,17 +226,17 @@ class JobRunner:
             environment.setdefault("OMP_NUM_THREADS", str(threads))
         if self.max_running > 1 and self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
-        start_time = time.time()
+        started = slot, time.monotonic(), job.status_stamp()
         self.starts[job] = self.starts.get(job, 0) + 1
         if self.show_output:
             process = subprocess.Popen(job.command, start_new_session=True, env=environment)
-            return Started(process, slot, start_time)
+            return Started(process, *started)
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with open(job.output, "w") as output:
             process = subprocess.Popen(
                 job.command, start_new_session=True, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
-        return Started(process, slot, start_time)
+        return Started(process, *started)
 
     def _collect_ended(self, waiting: list[Job], until_failure: bool) -> Iterator[Job]:
         """Yield the runs whose processes have ended; a run that another process locked first is queued again."""
@@ -242,7 +251,7 @@ class JobRunner:
             if job.run.is_locked():
                 waiting.append(job)
                 continue
-            status = job.status_since(started.start_time)
+            status = job.status_since(started.status_stamp)
             if status.kind == "disk_full":
                 raise RunError(f"{job.run.path}: {status.reason}; free some space and run the same command again")
             # A launcher exits with 1 whatever its processes return.
@@ -268,7 +277,7 @@ class JobRunner:
             if process_id == 0:
                 return None
             process.returncode = os.waitstatus_to_exitcode(status)
-            elapsed = time.time() - started.start_time
+            elapsed = time.monotonic() - started.start_time
             seconds = elapsed if self.gpus else usage.ru_utime + usage.ru_stime
             self.seconds[job] = self.seconds.get(job, 0.0) + seconds
         return process.returncode

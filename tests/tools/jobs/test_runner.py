@@ -32,8 +32,10 @@ def note(what):
         print(json.dumps([what, os.path.basename(run), os.environ.get("OMP_NUM_THREADS"),
             os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpid()]), file=file)
 def end(state, code, reason="", kind=None):
-    with open(run + "/status.json", "w") as file:
+    with open(run + "/status.tmp", "w") as file:
         json.dump({"state": state, "step": 4, "reason": reason, "kind": kind}, file)
+    os.utime(run + "/status.tmp", (1e9, 1e9))  # the clock of the file system is wrong
+    os.replace(run + "/status.tmp", run + "/status.json")
     note("end")
     os._exit(code)
 try:
