@@ -111,7 +111,7 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
     def gradients(compute: Callable[..., tuple], batch: Batch) -> list[Tensor]:
         """Return the loss and the gradients of a micro-batch."""
         state.seed_micro_batch(step=0, index=int(batch is second), num_micro_batches=2)
-        loss, _ = compute(batch, count_targets(batch["labels"]), scale)
+        loss, _ = compute(batch, count_targets(batch["labels"], state.network.predicts_next_token), scale)
         return [loss, *fill_missing_gradients(state.parameters)]
 
     # Weights that are zero at the start, as with zero_init, would make the gradients of others zero.
