@@ -208,12 +208,13 @@ class Run:
         """
         self.unlock()
         self.path.mkdir(parents=True, exist_ok=True)
-        file = open(self.path / LOCK_FILE, "a", opener=open_no_link)  # noqa: SIM115 - open while it is locked
-        os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
+        file = None
         with suppress(FileNotFoundError):  # another training that starts afresh has just moved the directory aside
+            file = open(self.path / LOCK_FILE, "a", opener=open_no_link)  # noqa: SIM115 - open while it is locked
+            os.register_at_fork(after_in_child=file.close)  # data loader processes may outlive a killed run by seconds
             if lock(file) and os.path.samefile(file.fileno(), self.path / LOCK_FILE):
                 self._lock = file
-        if self._lock is None:
+        if self._lock is None and file is not None:
             file.close()
         return self._lock is not None
 

@@ -20,7 +20,7 @@ from config.schema import TrainConfig
 from config.stored_settings import complete_settings, read_settings
 from data.corpus import load_corpus
 from data.sampler import BatchSizes
-from run import resume
+from run import directory, resume
 from run.directory import Run, Status
 from run.metrics_log import RowWriter, read_rows, truncate_after_step
 from run.start import check_run, prepare_run, record_outcome
@@ -378,6 +378,24 @@ def test_lock_of_moved_run_is_released(tmp_path):
     run.path.rename(moved.path)
     assert run.lock() and run.is_locked() and not moved.is_locked()
     run.unlock()
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "before it is locked"])
+def test_run_moved_aside_while_it_is_locked_is_in_use(when, tmp_path, monkeypatch):
+    """Another training that starts afresh renames the directory and makes a new one."""
+    run, moved = Run(tmp_path / "run"), tmp_path / "moved"
+
+    def move_then(call):
+        def changed(*arguments, **named):
+            run.path.rename(moved)
+            return call(*arguments, **named)
+
+        return changed
+
+    name = "open_no_link" if when == "before it is opened" else "lock"
+    monkeypatch.setattr(directory, name, move_then(getattr(directory, name)))
+    assert not run.lock() and not run.has_lock()
+    assert moved.exists()
 
 
 # Non-finite losses
