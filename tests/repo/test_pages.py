@@ -2,16 +2,18 @@
 
 import json
 import re
+from fnmatch import fnmatch
 
 import pytest
 import torch
 import yaml
 
-from config.parser import parse_config
+from config.parser import parse_config, parse_tool
 from config.schema import TrainConfig
 from docs import settings
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from tools.sweep import SweepConfig, plan_sweep
 
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
@@ -179,6 +181,18 @@ def test_pages_export_to_folders_of_their_own():
     texts = [README, *(page(name) for name in ("using", "evaluation", "data"))]
     folders = [line.split()[3] for text in texts for line in commands(text) if line.startswith("python export.py")]
     assert len(folders) > 3 and len({*folders}) == len(folders)
+
+
+def test_sweeps_of_comparing_page_train_the_runs_that_it_compares():
+    shown = commands(page("comparing"))
+    sweeps = [line for line in shown if line.startswith("python -m tools.sweep ")]
+    compared = [line for line in shown if line.startswith("python -m tools.compare ")]
+    assert len(sweeps) == len(compared) == 2
+    for sweep, compare in zip(sweeps, compared, strict=True):
+        settings = parse_tool(SweepConfig, "tools.sweep", sweep.split()[3:])
+        runs = plan_sweep(settings.arguments, {"mixed_precision": "no", "code": None})
+        assert len(runs) == 4
+        assert all(fnmatch(f"{config.out_dir}/{config.name}", compare.split()[3]) for config in runs)
 
 
 @pytest.mark.parametrize("name", ["runs", "debugging", "comparing", "reliability", "using"])
