@@ -147,7 +147,7 @@ class Race:
         self.record.metric = config.metric
         new = self.new_ideas()
         if not self.record.ideas:
-            raise ConfigError(f"idea: none in {', '.join(config.ideas)}")
+            raise ConfigError(f"idea: none in {', '.join(config.ideas)}; write the first one, then start the race")
         keys, self.round.out = [*self.round.ideas, *self.round.out], {}  # the limits may have changed
         resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
         test_seed = open_experiment(folder, recipe.checkouts)

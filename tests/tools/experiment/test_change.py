@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
+from tests.conftest import ROOT, commands, shell
 from tools.experiment import change
 from tools.experiment.change import Checkouts, idea_texts, merge, parse_idea
 
@@ -101,6 +102,17 @@ def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
     both = parse_idea(f"{folder / 'b.patch'} --y 2")
     assert both.settings == ["--x", "a b", "--y", "2"], "the header of the patch and the argument"
     assert len({idea.key for idea in (a, b, settings, code, more, both)}) == 6
+
+
+def test_first_idea_of_program_md_is_one(tmp_path):
+    page = (ROOT / "tools/experiment/program.md").read_text()
+    [line] = [line for line in commands(page) if line.endswith("the race needs one")]
+    (tmp_path / "ideas").mkdir()
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    shell(line, tmp_path)
+    [text] = idea_texts([str(tmp_path / "ideas")])
+    assert parse_idea(text).settings == ["--model.z_loss", "1e-4"]
+    assert "model/loss.py" in parse_idea(text).files
 
 
 def test_patches_are_merged_or_conflict(repository, tmp_path):
