@@ -272,7 +272,10 @@ def prepare(config: PrepareConfig) -> dict:
     if work.is_symlink() or (others and not request_file.exists()):
         raise ConfigError(f"out: {work} is needed for this, but has other files; move it, or name another folder")
     new_folders = [folder for folder in work.parents if not folder.exists()]
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {out} cannot be written: {error.strerror}; name another folder") from None
     with open(cache / "lock", "a", opener=open_no_link) as lock_file:
         if not lock(lock_file):
             raise ConfigError(f"out: another process is preparing {out}")

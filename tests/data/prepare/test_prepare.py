@@ -807,6 +807,7 @@ def test_prepare_names_file_without_permission(tmp_path):
         ({"validation": "0.1"}, ["validation: ", "'0.1'"]),
         ({"validation": "hash:0.005"}, ["validation: 'hash:0.005' chooses among documents, and", "tail:0.1"]),
         ({"out": "/"}, ["out: / exists"]),
+        ({"out": __file__ + "/corpus"}, ["out: ", "/corpus cannot be written: Not a directory; name another"]),
         ({"validation": "tail:0.1", "max_tokens": 10}, ["max_tokens", "10", "tail:0.1", "hash:0.005"]),
         ({"tokenizer": "train:200"}, ["tokenizer", "train:200", "train:8192"]),
         ({"tokenizer": "train:"}, ["'train:'", "257 to 1,000,000"]),
