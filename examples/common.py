@@ -112,8 +112,8 @@ def load_mnist(folder: Path | None, parser: Parser) -> tuple[Tensor, Tensor]:
     except Exception as error:  # whatever the library, its HTTP client or gzip raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         parser.error(
-            f"--data {folder}: MNIST could not be read ({reason}); pass a folder with train-images-idx3-ubyte.gz and "
-            "train-labels-idx1-ubyte.gz, or connect to the Hub once (ylecun/mnist)"
+            f"--data: MNIST could not be read from {folder or 'the Hub (ylecun/mnist)'} ({reason}); name a folder with "
+            "its original files, of which t10k-images-idx3-ubyte.gz and t10k-labels-idx1-ubyte.gz are enough"
         )
     pixels = torch.tensor(images, dtype=torch.float32).unsqueeze(1) / 255
     return (pixels - 0.1307) / 0.3081, torch.tensor(labels, dtype=torch.int64)
