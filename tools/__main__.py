@@ -5,6 +5,6 @@ from pathlib import Path
 
 for path in sorted(Path(__file__).parent.iterdir()):
     script = path / "__main__.py" if path.is_dir() else path
-    if script.exists() and not path.name.startswith("__"):
+    if script.is_file() and script.suffix == ".py" and not path.name.startswith("__"):
         summary = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")[0]
         print(f"python -m tools.{path.stem:<11} {summary.partition(': python')[0].rstrip('.')}")

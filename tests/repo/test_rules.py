@@ -41,6 +41,14 @@ def imported_packages(part):
     return {name.split(".")[0] for file in modules(part) for name in imported_modules(file)}
 
 
+def test_tools_are_listed():
+    """As CONTRIBUTING.md says."""
+    done = subprocess.run([sys.executable, "-m", "tools"], cwd=ROOT, capture_output=True, text=True)
+    names = {f"python -m tools.{path.stem}" for path in (ROOT / "tools").iterdir() if path.suffix in ("", ".py")}
+    names = {name for name in names if not name.rpartition(".")[-1].startswith(("_", "jobs"))}
+    assert done.returncode == 0 and {line.split("  ")[0] for line in done.stdout.splitlines()} == names, done.stderr
+
+
 @pytest.mark.parametrize("part", CORE)
 def test_core_imports_no_tools(part):
     assert not imported_packages(part) & (OPTIONAL | {"pytest"})

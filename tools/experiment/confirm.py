@@ -95,6 +95,7 @@ def newest_stack(folder: Path) -> list[Idea]:
             continue
         last = record.rounds[-1]
         if keys := [*last.stack, *([last.winner] if last.winner else [])]:
+            print(f"confirming {' + '.join(record.ideas[key].text for key in keys)}, found by {file}", file=sys.stderr)
             return [record.ideas[key] for key in keys]
     raise ConfigError(f"ideas: no race in {folder} has found a better one; give the settings of a race, or name ideas")
 

@@ -107,6 +107,14 @@ def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) ->
     return expand_user_path("folder", config.folder) / f"{Path(files[-1]).stem}-{baseline.digest}{kind}"
 
 
+def race_name(arguments: Sequence[str]) -> str:
+    """Return the name of a race: a hash of its ideas. Folders and text files count by their path, because ideas may be
+    added to them; code that is an argument, such as `.`, counts by its diff, so another edit is another race.
+    """
+    ideas = [parse_idea(text).key if idea_texts([text]) == [text] else text for text in arguments]
+    return sha256(repr(ideas).encode()).hexdigest()[:8]
+
+
 def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
     """Return the margin as a log ratio."""
     has_entropy = baseline.settings["data.source"] in ("stories", "random") and config.metric is None
@@ -140,7 +148,7 @@ class Race:
         self.variants: dict[str, Variant] = {}
         """The variants of the open round that race, by the key of the idea; the baseline by ""."""
         folder = experiment_folder(config, recipe, baseline)
-        self.file = folder / "races" / f"{sha256(repr(config.ideas).encode()).hexdigest()[:8]}.json"
+        self.file = folder / "races" / f"{race_name(config.ideas)}.json"
         command = f"{(recipe.commit or 'this folder')[:12]} {' '.join(recipe.words)}"
         self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal

@@ -37,7 +37,9 @@ def test_stack_of_the_newest_race_is_confirmed(experiments):
     trained = experiments.started()
     assert len(trained) == len(set(trained)) == 6 * 3 and not raced & {*trained}
     assert seeds(experiments) == [5000, 5001, 5002]
-    assert experiments.errors.startswith("confirm: 18 runs, about 0.0 hours of one core or GPU, ")
+    first, second = experiments.errors.splitlines()[:2]
+    assert first.startswith(f"confirming {every}, found by ")
+    assert second.startswith("confirm: 18 runs, about 0.0 hours of one core or GPU, ")
 
     assert experiments.confirm() == found and not experiments.started()
     more = experiments.confirm(seeds=4)

@@ -308,6 +308,18 @@ def test_branch_and_working_tree_are_compared_with_their_base(experiments, patch
     assert again["ideas"][0]["effect"] == result["ideas"][0]["effect"] and not experiments.started()
 
 
+def test_another_edit_is_another_race(experiments, patches):
+    """Also if the first edit has joined the baseline. The runs of the baseline are shared."""
+    code = patches.source.read_text()
+    for effect, gain in ((30, -0.25), (20, -0.5), (30, -0.25)):
+        patches.source.write_text(code.replace("EFFECT = 40", f"EFFECT = {effect}"))
+        result = experiments.race(".", runs=10)
+        assert len(result["ideas"]) == 1 and by_idea(result, "joined")["."]
+        assert result["ideas"][0]["effect"] == pytest.approx(gain, abs=0.01)
+    assert not experiments.started(), "the first edit again"
+    assert len(list(experiments.folder().glob("races/*.json"))) == 2
+
+
 def test_edits_during_a_race_reach_no_run(experiments, patches, tmp_path):
     source, config = experiments.root / "train.py", experiments.root / "configs" / "lab.yaml"
     config.write_text("optimizer.lr: 2.0\n")

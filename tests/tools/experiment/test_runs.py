@@ -73,7 +73,7 @@ def test_stopped_run_counts_its_seconds_and_sessions(experiments):
     )
     experiments.race(A, jobs=1, error=SystemExit)
     [stopped] = [one for one in results(experiments) if one["is_stopped"]]
-    assert stopped["sessions"] == 1 and stopped["seconds"] > 0.1 and "-1: stopped" in experiments.errors
+    assert stopped["sessions"] == 1 and stopped["seconds"] > 0.1 and "seed 1: stopped" in experiments.errors
     experiments.hook("")
     experiments.race(A, jobs=1)
     last = [one for one in results(experiments) if one["run"] == stopped["run"]][-1]
