@@ -108,8 +108,10 @@ def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) ->
 
 
 def race_name(arguments: Sequence[str]) -> str:
-    """Return the name of a race: a hash of its ideas. Folders and text files count by their path, because ideas may be
-    added to them; code that is an argument, such as `.`, counts by its diff, so another edit is another race.
+    """Return the name of a race: a hash of its ideas.
+
+    Folders and text files count by their path, because ideas may be added to them. Code that is an argument, such as
+    `.`, counts by its diff, so another edit is another race.
     """
     ideas = [parse_idea(text).key if idea_texts([text]) == [text] else text for text in arguments]
     return sha256(repr(ideas).encode()).hexdigest()[:8]
