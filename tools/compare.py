@@ -205,6 +205,9 @@ def read_runs(paths: list[Path]) -> tuple[list[ComparedRun], list[str]]:
     """Return the runs among directories, and why the others are not runs."""
     runs, skipped = [], []
     for path in dict.fromkeys(paths):
+        # In a pattern such as runs/lr/*: tools.sweep writes the output of its runs there.
+        if path.name == "logs" and not (path / "config.yaml").exists():
+            continue
         try:
             runs.append(ComparedRun(path))
         except ConfigError as error:

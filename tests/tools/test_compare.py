@@ -188,6 +188,13 @@ def test_unreadable_runs_are_skipped_with_one_line(tmp_path, capsys):
     assert [row["seeds"] for row in table(shown)] == ["2"]
 
 
+def test_output_of_a_sweep_is_no_run(tmp_path, capsys):
+    """`tools.compare runs/lr/*` names its folder, too."""
+    (tmp_path / "logs").mkdir()
+    shown = printed(capsys, tmp_path / "logs", *of_losses(tmp_path, "g", [1.0, 1.1]))
+    assert "skipped" not in shown and [row["seeds"] for row in table(shown)] == ["2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
