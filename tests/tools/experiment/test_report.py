@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from config.errors import ConfigError
+from tests.conftest import ROOT
 from tools.experiment import report
 from tools.experiment.picture import draw, label
 
@@ -67,6 +68,13 @@ def test_all_races_and_confirmations_are_listed(experiments):
     text = experiments.report(json=False)
     assert text.index("Round 2") < text.index("No gain") < text.index("Confirmation on seeds")
     assert not experiments.started()
+
+
+def test_program_md_names_all_fields(experiments):
+    race, confirmation = experiments.race(A, B), experiments.confirm(A, seeds=2)
+    objects = [race, *race["rounds"], *race["ideas"], confirmation, *confirmation["differences"]]
+    page = (ROOT / "tools" / "experiment" / "program.md").read_text()
+    assert not [name for one in objects for name in one if f"`{name}`" not in page]
 
 
 def test_running_race_is_reported(experiments):
