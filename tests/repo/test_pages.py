@@ -18,7 +18,7 @@ from tools.sweep import SweepConfig, plan_sweep
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
 PAGES += [ROOT / "tests/GUARANTEES.md", ROOT / "tools/experiment/program.md"]
-MADE_BY_A_RUN = {"wandb/", "ideas/", "tensorboard/", "exports/", "experiments/"}
+MADE_BY_A_RUN = {"tokenizer/", "wandb/", "ideas/", "tensorboard/", "exports/", "experiments/"}
 
 
 def page(name):
