@@ -9,6 +9,7 @@ PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadsc
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 # The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+TEST_GPU = $(GPU_PYTHON) -m pytest -m cuda -rfE $(shell grep -rl mark.cuda tests --include 'test_*.py')
 LAUNCH = .venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml
 
 .PHONY: help env test-env train verify test test-all test-core test-gpu lint clean
@@ -39,10 +40,9 @@ test-core: test-env ## run the quick tests without those of tools/, examples/ an
 	$(PYTEST) -m "not slow" --ignore tests/tools --ignore tests/repo --ignore tests/test_examples.py $(ARGS)
 
 test-gpu: export PYTHONPATH := $(abspath runs/wheels):$(PYTHONPATH)
-test-gpu: ## on a machine with a GPU: run the tests marked cuda, then measure; ARGS="--nanogpt PATH"
+test-gpu: ## on a machine with a GPU: test and measure for 15 minutes; again for the rest; ARGS="--nanogpt PATH"
 	@for wheel in $(wildcard wheels/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel runs/wheels; done
-	$(GPU_PYTHON) -m pytest -m cuda -rfE $(shell grep -rl mark.cuda tests --include 'test_*.py')
-	$(MEASURE_GPU)
+	@$(TEST_GPU)
 
 lint: test-env ## check style and types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright

@@ -2,10 +2,13 @@
 
 # The cases that docs/performance.md shows. `curve`, which needs a corpus, is measured alone.
 BENCHMARKS = throughput time_to_loss overhead memory exactness checkpoint_stall startup generation
-# `make test-gpu` runs this after the tests.
-MEASURE_GPU = $(GPU_PYTHON) -m tools.benchmark cuda_graph gpu $(ARGS)
+# `make test-gpu` runs this instead of the tests alone: the tests, then measurements.
+TEST_GPU = $(GPU_PYTHON) -m tools.gpu_check one $(ARGS)
 
-.PHONY: law record trial core test-repo bench
+.PHONY: law record trial core test-repo test-gpus bench
+
+test-gpus: ## on a machine with several GPUs: NCCL, equal results, resume and speed, in ten minutes, as one file to send us
+	@$(GPU_PYTHON) -m tools.gpu_check several $(ARGS)
 
 law: env ## train a ladder of model sizes, fit a scaling law and predict a larger run; longer: make law ARGS="--seeds 5"
 	.venv/bin/python -m tools.scale --law $(ARGS)

@@ -65,7 +65,7 @@ def speed(groups: dict[str, Speed], options: Namespace) -> Iterator[Group]:
     for name, (shape, batch, ways, log_every, vocab_size, dropout, more) in groups.items():
         if options.quick:
             batch, log_every, vocab_size = 4, 1, 256
-        settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true {more}"
+        settings = f"--model.vocab_size {vocab_size} --model.dropout {dropout} --tf32 true --cuda_graph false {more}"
         config = parse_config(programs.random_settings(shape, batch, log_every, settings).split())
         flops_per_token = build_on_meta_device(config.model).flops_per_token(shape.context)
         cases: dict[str, Case] = {}
