@@ -1,6 +1,6 @@
-"""All settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`.
+"""The settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`.
 
-The settings of the model are in model/config.py. A run without `--config` does not have all of these defaults, because
+Those of the model are in model/config.py. A run without `--config` does not have all of these defaults, because
 config/parser.py then reads configs/stories.yaml.
 """
 
@@ -31,37 +31,37 @@ class DataConfig(Settings):
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Weights are rounded to
-    thousandths, and every block of 1,000 training sequences has exactly these proportions. The validation set has the
-    same proportions and up to evaluation.num_samples sequences. If evaluation.num_samples is null, it consists of all
-    validation splits, whatever their proportions."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Each corpus gets a whole
+    number of every 1,000 training sequences (0 to 999, 1,000 to 1,999, ... of the run), as near to its weight as
+    possible. The validation set has about the same proportions, at least one sequence of each corpus, and up to
+    evaluation.num_samples sequences. If evaluation.num_samples is null, it consists of all validation splits, whatever
+    their proportions."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: the documents are concatenated, and the
     result is cut into sequences. isolated: the same, but attention stays within a document, and positions restart at
     each document. padded: each sequence is one document, truncated or padded. Conversations are packed differently:
     with concat and with isolated, each sequence has as many whole conversations as fit, isolated from each other, or
-    one truncated conversation."""
+    one truncated conversation. In a mixture with conversations, concat is isolated for the other corpora too."""
 
     hash: str | None = None
     """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so
-    that the run cannot be resumed with another corpus."""
+    that the run cannot be resumed with another corpus. For a mixture: the hashes in the order of `mix`, joined by +."""
 
     seed: NonNegativeInt | None = None
     """sources random and stories: seed of the training and the validation set, independent of the top-level `seed`.
-    null: 0 in a new run; a resumed run, or a run with branch_from, uses the data seed of its checkpoint."""
+    null: 0 in a new run; a resumed run keeps its own, and a run with branch_from that of its parent."""
 
     num_samples: PositiveInt = 1000
     """sources random and stories: number of sequences in the training set."""
 
     facts: Annotated[int, Ge(0), Le(65_536)] = 0
-    """source stories: number of facts about a synthetic world, at most 65,536, which a model can only memorise. In
-    stories with facts, two children tell each other eight facts, so there is less of a plot. 0: stories without
-    facts."""
+    """source stories: number of facts, such as "Coco the red fox likes kites.", at most 65,536. A model can only
+    memorise them. In each story, two children tell each other eight facts. 0: stories without facts."""
 
     zipf: NonNegativeFloat = 1.3
-    """source stories with facts: how much more often frequent facts occur. The fact of rank i has a probability
-    proportional to i ** -zipf."""
+    """source stories with facts: exponent of Zipf's law. The fact of rank i has a probability proportional to
+    i ** -zipf. 0: all facts are equally frequent."""
 
     num_workers: Annotated[int, Ge(0), Le(256)] = 0
     """DataLoader worker processes per training process. 0: load data in the training process."""
@@ -74,19 +74,22 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List the settings that do not fit the source. A source that a fork added may use any of them."""
+        """List settings of one source that are given for another, and what text lacks.
+
+        The sources are named one by one, so that a source that a fork adds may use any setting.
+        """
         unused = {}
         if self.source in ("random", "stories"):
-            packing = None if self.packing == "concat" else self.packing  # concat is the default
+            packing = None if self.packing == "concat" else self.packing  # the default counts as not given
             unused = {"path": self.path, "mix": self.mix, "hash": self.hash, "packing": packing}
         problems = [
             f"data.{name}: {value} is for data.source: text, but data.source is {self.source}; change one of the two"
             for name, value in unused.items()
             if value is not None
         ]
-        if self.source == "text" and (self.path is not None) + bool(self.mix) != 1:
+        if self.source == "text" and bool(self.path) == bool(self.mix):
             needed = "data.path (a folder written by data.prepare) and data.mix (several)"
-            problems.append(f"data.source: text needs one of {needed}")
+            problems.append(f"data.source: text needs exactly one of {needed}")
         if self.facts and self.source in ("random", "text"):
             problems.append(
                 f"data.facts: {self.facts} is for data.source: stories, but data.source is {self.source}; use 0"
@@ -136,7 +139,7 @@ class OptimizerConfig(Settings):
 
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of two exponential moving averages. adamw: of the gradient and of its square. muon: of the gradient
-    and of the mean square of each row of the update."""
+    and of the mean square of each row of the update; the weights that AdamW updates use them as with adamw."""
 
     grad_clip: PositiveFloat | None = 1.0
     """Largest L2 norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. null:
@@ -157,7 +160,7 @@ class ScheduleConfig(Settings):
     with linear and cosine, the last fifth of the run with wsd."""
 
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate at the end of the decay, as a fraction of the peak."""
+    """Learning rate toward which the decay leads, as a fraction of the peak."""
 
     batch_warmup_from: PositiveInt | None = None
     """Batch-size warm-up: number of sequences in the first global batch. The size then grows by this number at evenly
@@ -175,7 +178,7 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints. The last step is always saved."""
 
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep, in addition to the one with the best validation loss."""
+    """Number of newest checkpoints to keep. The one with the best loss on each validation set is kept too."""
 
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: none."""
@@ -186,7 +189,7 @@ class CheckpointConfig(Settings):
     on_failure: Literal["stop", "continue"] = "stop"
     """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run. continue: train on without it,
     and try again when the next checkpoint is due. If the last checkpoint of a run cannot be written, the run ends with
-    an error in both cases."""
+    an error in both cases, as it does if writing takes longer than timeout_seconds."""
 
 
 class EvaluationConfig(Settings):
@@ -196,8 +199,8 @@ class EvaluationConfig(Settings):
     """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
-    """Number of sequences in the validation set. Every evaluation uses all of them. source text: this many
-    sequences, evenly spaced over the validation split, or all if there are fewer. null: the whole split."""
+    """Largest number of sequences in the validation set. Every evaluation uses all of them. source text: sequences that
+    are evenly spaced over the validation split, or all of them if there are fewer. null: the whole split."""
 
     micro_batch_size: PositiveInt = 50
     """Sequences in one forward pass of an evaluation, per process."""
@@ -211,10 +214,11 @@ class EvaluationConfig(Settings):
 
     num_logged_generations: Annotated[int, Ge(0), Le(1000)] = 2
     """Number of texts, of up to 128 tokens, generated and logged at every evaluation after step 0 and at the end of a
-    run. With source stories, num_scored_generations applies at the end instead. 0: none."""
+    run. With source stories, num_scored_generations are generated and logged at the end instead. With source random
+    and with conversations there are none. 0: none."""
 
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature of these generations. 0: greedy decoding."""
+    """Sampling temperature of scored and logged generations. 0: greedy decoding."""
 
 
 class TrackingConfig(Settings):
@@ -248,10 +252,10 @@ class TrackingConfig(Settings):
     activations, and the ratio of update norm to weight norm. `tools.plot` draws them over steps and depth."""
 
     def problems(self) -> list[str]:
-        """List the settings that the tracker does not support."""
+        """List settings of W&B that are given for another tracker."""
         if self.tracker == "wandb":
             return []
-        wandb_settings = {"group": self.group, "tags": self.tags, "log_model": self.log_model}
+        wandb_settings = {"project": self.project, "group": self.group, "tags": self.tags, "log_model": self.log_model}
         if self.wandb == "online":  # "offline" is accepted because it is the default
             wandb_settings["wandb"] = "online"
         return [
@@ -267,7 +271,7 @@ class TrainConfig(Settings):
 
     name: str | None = None
     """Name of the run. Its directory is <out_dir>/<name>/. null: the name of the last config file without its
-    suffix."""
+    suffix, which is stories without --config."""
 
     out_dir: str = "runs"
     """Directory that holds the runs."""
@@ -297,9 +301,9 @@ class TrainConfig(Settings):
     step 0."""
 
     init_from: str | None = None
-    """Model with whose weights a new run starts, for example to fine-tune it: a run, a folder in transformers' format
-    (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. The settings of that model
-    replace `model`; only dropout may differ. null: random weights."""
+    """Model whose weights a new run starts from, for example to fine-tune it: a run, a checkpoint, a folder in
+    transformers' format (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. It has
+    the settings of that model; of `model` only dropout may be given another value. null: random weights."""
 
     init_hash: str | None = None
     """Hash that the weights of init_from must have. null: filled in when the run first starts, so that the run cannot
@@ -315,12 +319,12 @@ class TrainConfig(Settings):
 
     cuda_graph: bool | None = None
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
-    small model faster than the CPU launches them. Several processes sum the gradients by one all-reduce, without DDP.
-    Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in a child process, and
-    uses it if its gradients agree with those without it: bitwise with `exact`, otherwise as closely as gradients that
-    are computed twice. If they do not, or if a graph is impossible, the first lines of output say so. It tries only on
-    an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches left to train. true: an
-    impossible graph is an error. It has been tested on an emulated GPU only."""
+    small model faster than the CPU launches them. Without `exact`, several processes sum the gradients by one
+    all-reduce, without DDP. Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in
+    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`, otherwise up to the
+    difference between two computations without a graph. The first lines of output say what the trial found. It tries
+    only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process left
+    to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a
@@ -332,13 +336,12 @@ class TrainConfig(Settings):
 
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
-    memory and, on a CPU, less time. null: true with `compile`, or if the logits take more than one chunk (32 MiB on a
-    CPU, 1 GiB on a GPU, but at least 128 positions, which take more on a CPU if the vocabulary has more than 65,536
-    tokens)."""
+    memory and, on a CPU, less time. null: true if the blocks are compiled, or if the logits exceed one chunk. A chunk
+    is 1 GiB on an NVIDIA GPU and 32 MiB elsewhere, but never fewer than 128 positions."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, as on a signal. Run the same command again to resume up to `steps`: a run that has
-    already completed this step ignores the setting. null: train to the end."""
+    """Save and stop after this step, with exit code 75. Run the same command again to resume up to `steps`: a run that
+    has already completed this step ignores the setting. null: train to the end."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to profile, counted from 1 as in the log, such as [20, 22]. Every process writes a Chrome
@@ -346,7 +349,7 @@ class TrainConfig(Settings):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action when the loss or the gradient is infinite or NaN. stop: stop the run. skip: skip the update on all
-    processes. To know whether to skip, the host synchronises with the device in every step."""
+    processes; for that the host waits for the device in every step."""
 
     max_skipped_in_a_row: PositiveInt = 10
     """on_nonfinite skip: largest number of consecutive updates to skip. If the next one is not finite either, the run
@@ -356,7 +359,7 @@ class TrainConfig(Settings):
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
     compared before every checkpoint. 0: never compare them, not even before a checkpoint."""
 
-    # 68 years. Clocks that count nanoseconds in int64 would overflow at 2**33 seconds.
+    # The limit, 68 years, is far below the 2**33 seconds at which clocks of nanoseconds in int64 overflow.
     timeout_seconds: Annotated[int, Ge(1), Le(2**31 - 1)] = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
     the run ends with an error. The timeout for a batch from a DataLoader worker is half as long."""
@@ -417,7 +420,7 @@ class TrainConfig(Settings):
             yield str(error)
 
     def _model_problems(self) -> Iterator[str]:
-        """Check the settings of the model against those of the data."""
+        """Check that the model fits seq_len and the source of the data."""
         longest = self.model.max_position_embeddings
         if self.seq_len > longest:
             remedy = f"{self.init_from} supports no more" if self.init_from else "lower the one or raise the other"
@@ -445,7 +448,7 @@ class TrainConfig(Settings):
                 yield message
 
         # What `exact` needs.
-        if self.exact and num_processes & (num_processes - 1):
+        if self.exact and num_processes.bit_count() != 1:  # no power of two
             yield f"exact: true needs 1, 2, 4, 8, ... processes, but {num_processes} were started; set it to false"
         if self.exact and self.global_batch_size is None:
             yield (
@@ -459,7 +462,10 @@ class TrainConfig(Settings):
         schedule = self.schedule
         if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
-            yield f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}; lower it"
+            yield (
+                f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}; "
+                "lower one of them"
+            )
         smallest, warmup_steps, full = schedule.batch_warmup_from, schedule.batch_warmup_steps, self.global_batch_size
         if smallest is None:
             if warmup_steps:
@@ -484,7 +490,7 @@ class TrainConfig(Settings):
             )
 
     def _other_problems(self) -> Iterator[str]:
-        """Check the checkpoints to keep, the CUDA graph and the steps to profile."""
+        """Check the checkpoints to keep, the CUDA graph, the size of the validation set and the steps to profile."""
         checkpoint = self.checkpoint
         if checkpoint.keep_every % checkpoint.every:
             yield (

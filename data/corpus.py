@@ -1,4 +1,4 @@
-"""Training and validation sets. See docs/forking.md to add a source."""
+"""Training and validation sets. See docs/forking_reference.md to add a source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,11 +17,13 @@ from model.loss import MetricSums
 
 
 class SampleDataset(Protocol):
-    """A map-style dataset. Each sample is one sequence of T tokens: {"input_ids": int64 [T], "labels": int64 [T]}.
+    """A map-style dataset whose samples are sequences of T = `seq_len` tokens.
 
-    With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document. The
-    other keys of a fork's sample are arguments of GPTModel.forward, except those that begin with "score_", of any
-    shape, which only `score_logits` and `score_model` read.
+    A sample is {"input_ids": int64 [T], "labels": int64 [T]}.
+
+    With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document.
+    Other keys, which a fork may add, are arguments of GPTModel.forward too. The model does not get those that begin
+    with "score_": they may have any shape, and only `score_logits` and `score_model` read them.
     """
 
     def __len__(self) -> int: ...
@@ -31,23 +33,28 @@ class SampleDataset(Protocol):
 
 @dataclass
 class Corpus:
-    """A training and a validation set, their tokenizer, and optional metrics of the model's logits and texts."""
+    """A training and a validation set, their tokenizer, and optional metrics of the model, its logits and its texts."""
 
     train: SampleDataset
     validation: SampleDataset | None
-    """None for source text without evaluations. The dataset may have the attributes `entropy_nats` (the lowest expected
-    loss of any model, in nats summed over all targets), `num_bytes` (size of the text of the targets, for bits per
-    byte) and `num_targets` (the number of targets for which both hold: an evaluation that counts another number, as
-    after a change of the labels, ignores both)."""
+    """None for source text without evaluations. The dataset may have three more attributes:
+
+    - `entropy_nats`: the negative log-probability of all targets under the distribution that generated them, which no
+      model can beat on average.
+    - `num_bytes`: the size of the text of the targets, for bits per byte.
+    - `num_targets`: the number of targets for which both hold. An evaluation that counts another number, as after a
+      change of the labels, ignores both.
+    """
     tokenizer: Tokenizer | None
     """None for random tokens."""
     vocab_size: int
+    """Of the model, at least that of the tokenizer."""
     quotas: list[int] | None = None
     """For a mixture: the number of sequences from each corpus in every MIX_BLOCK training sequences."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of a run that the corpus determines, such as {"data.hash": ...}."""
     file_sizes: list[int] = field(default_factory=list)
-    """Bytes of each file, printed at the start of a run; [] for generated data."""
+    """Bytes of each file, whose sum is printed at the start of a run; [] for generated data."""
     score_logits: Callable[[Tensor, dict[str, Tensor]], MetricSums] | None = None
     """(logits [B, T, V], batch) -> more validation metrics, logged as val/NAME. The logits at position t predict
     label t + 1."""
@@ -59,18 +66,18 @@ class Corpus:
     describe_text: Callable[[str], str] | None = None
     """Generated text -> a remark that is logged with the text, such as whether it is valid, and its log-probability."""
     has_conversations: bool = False
-    """Whether the targets are the answers of conversations."""
+    """Whether a corpus has conversations, of which only the answers are targets."""
     packing_note: str = ""
     """How conversations became training sequences, printed at the start of a run; empty for other text."""
     score_texts: Callable[[list[str]], MetricSums] | None = None
     """Generated texts -> metrics, logged as generation/NAME at the end of a run."""
 
     def fill_in(self, config: TrainConfig) -> TrainConfig:
-        """Fill in the settings of a run that the corpus determines."""
+        """Set the settings of a run that the corpus determines."""
         return config.replace(**{"model.vocab_size": self.vocab_size}, **self.settings)
 
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
-        """Return the sample indices of every global batch of a run."""
+        """Return the order of the training data of a run."""
         sizes = BatchSizes.from_config(config)
         if self.quotas is None:
             return GlobalBatches(len(self.train), sizes, config.seed)
@@ -111,7 +118,7 @@ def load_corpus(config: TrainConfig) -> Corpus:
 
 
 def _load_text(config: TrainConfig) -> Corpus:
-    from data.text import MixedDataset, TextCorpus, TextDataset  # imports pyarrow
+    from data.text import MixedDataset, TextCorpus, TextDataset  # pyarrow is slow to import
 
     data = config.data
     corpora = [TextCorpus(path) for path in data.corpora]
@@ -127,11 +134,12 @@ def _load_text(config: TrainConfig) -> Corpus:
         paths_of_hash.setdefault(corpus.metadata["hash"], []).append(path)
     if same := [paths for paths in paths_of_hash.values() if len(paths) > 1]:
         raise ConfigError(f"data.mix: {' and '.join(same[0])} are the same corpus; name it once")
+    # A mixture has one packing, and conversations are isolated from each other.
     has_conversations = any(corpus.has_conversations for corpus in corpora)
     packing = "isolated" if has_conversations and data.packing == "concat" else data.packing
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
-        raise ConfigError(f"data.mix: {data.mix} leaves a corpus less than one sample in 1,000; raise its weight")
+        raise ConfigError(f"data.mix: {data.mix} leaves a corpus none of 1,000 samples; raise its weight")
 
     def load_split(split: str, num_samples: int | None) -> TextDataset | MixedDataset:
         datasets = [TextDataset(corpus, split, config.seq_len, packing) for corpus in corpora]

@@ -1,5 +1,6 @@
 """Load the micro-batches of each training step from a dataset onto the device of this process."""
 
+import errno
 import signal
 from collections.abc import Iterable, Iterator
 from multiprocessing import active_children
@@ -16,6 +17,7 @@ from distributed.signals import ignore_stop_signals
 
 Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`.
+Before `model_inputs` it may also have keys that begin with SCORE_PREFIX.
 
 All sequences have T tokens. A dataset of shorter texts, such as the stories, pads them, and its labels there are -100:
 padding costs time, but it is no target of the loss."""
@@ -23,12 +25,12 @@ padding costs time, but it is no target of the loss."""
 SCORE_PREFIX = "score_"
 """Keys that begin with it are no arguments of the model: only the scores of an evaluation read them."""
 
-SAMPLES_AT_ONCE = 64  # that a process loads together, if it has no workers
+SAMPLES_AT_ONCE = 64  # samples that a process without workers loads together
 MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
 
 class BatchLoader:
-    """Loads the local micro-batches of each step.
+    """Loads the micro-batches of this process for each step.
 
     Without workers, training waits while the process loads a batch. On a Zen 3 with two cores that took 0.5 ms of a
     step of 49 ms for 16 stories, and with workers the whole step took 3% longer (benchmarks/LOG.md, 2026-11-22).
@@ -111,8 +113,9 @@ class BatchLoader:
         children_before = active_children()
         try:
             batches = iter(loader)
-        except OSError as error:  # no room in /dev/shm for the semaphores of the queues
-            remedy = "enlarge /dev/shm; 0 needs no workers"
+        except OSError as error:
+            full = error.errno == errno.ENOSPC  # the semaphores of the queues are in /dev/shm
+            remedy = f"{'enlarge /dev/shm, or ' if full else ''}set data.num_workers to 0"
             raise RunError(f"data.num_workers: {self.num_workers} workers cannot start: {error}; {remedy}") from None
         workers = set(active_children()).difference(children_before)
 
@@ -120,8 +123,8 @@ class BatchLoader:
             for arrays in batches:
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
-            # At exit Python joins its child processes, so a hanging worker would keep the run from ending: kill them.
-            # torch's handler of SIGCHLD would raise an error when they die.
+            # At exit Python terminates its child processes and joins them. Workers ignore SIGTERM, so a hanging one
+            # would keep the run from ending: kill them. torch's handler of SIGCHLD would raise an error when they die.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for process in workers:
                 process.kill()
@@ -130,9 +133,9 @@ class BatchLoader:
 class StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s.
 
-    Training, verify.py and tools.replay all read their batches here. To train on shorter sequences in some steps, cut
-    the rows here and count their tokens in `BatchSizes.tokens_before`. Both know the number of steps of the run, here
-    as `self.global_batches.sizes.steps`.
+    Training, tools.replay and the runs of verify.py read their batches by `__getitem__`. To train on shorter sequences
+    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. Both can depend on the
+    number of steps of the run, here `self.global_batches.sizes.steps`.
     """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):
@@ -151,7 +154,7 @@ def load_batch(dataset: Any, indices: Iterable[int]) -> Batch:
     """Load the samples with these indices, in the order of `indices`.
 
     A dataset may have a method `arrays(indices)` that returns {name: array of the whole batch}, which is faster than
-    stacking rows.
+    stacking rows. Then its `__getitem__` is not called here.
     """
     if hasattr(dataset, "arrays"):
         return {name: torch.from_numpy(rows) for name, rows in dataset.arrays(list(indices)).items()}

@@ -1,9 +1,9 @@
 """The order of the training data and the sizes of the global batches, as functions of the seed and the step.
 
-A run reads one long stream of samples: epoch after epoch, and in each epoch every sample once, in another order. A
-position counts the samples of this stream from 0. Global batch s has the next `BatchSizes.size(s)` positions, and
-`GlobalBatches.at` maps positions to indices of samples in the dataset. Any step can be computed without the steps
-before it, so a resumed run needs no sampler state.
+A run reads one long stream of samples: epoch after epoch, and in each epoch every sample once, in another order. (In a
+mixture each corpus has epochs of its own.) A position counts the samples of this stream from 0. Global batch s has the
+next `BatchSizes.size(s)` positions, and `GlobalBatches.at` maps positions to indices of samples in the dataset. Any
+step can be computed without the steps before it, so a resumed run needs no sampler state.
 
 To train in another order, such as a curriculum, edit `GlobalBatches.at` (for data.mix, `MixedBatches.at`). The last
 three functions of this file compute the default: a random permutation of each epoch that is never stored.
@@ -19,7 +19,7 @@ import numpy as np
 from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
 
-MIX_BLOCK = 1000  # positions in a block of a mixture, which has a fixed number of samples from each corpus
+MIX_BLOCK = 1000  # positions in a block of a mixture; each block has a fixed number of samples from each corpus
 POSITIONS_AT_ONCE = 256  # computed together and cached
 FEISTEL_ROUNDS = 8  # 4 suffice in theory (Luby and Rackoff 1988), but small corpora, with few bits, need more
 
@@ -28,9 +28,9 @@ class BatchSizes:
     """Sizes of the global batches of a run, in sequences.
 
     With a batch-size warm-up, the first batch has `warmup_from` sequences, and the size grows by `warmup_from` at
-    evenly spaced steps until it is `global_batch_size` at step `warmup_steps`. Without one (`warmup_from` is None) the
-    size is constant. All sizes are multiples of the first: if the processes can split the first into whole
-    micro-batches, they can split all.
+    evenly spaced steps until it is `global_batch_size` at step `warmup_steps`. (If there are fewer steps than
+    increases, several come in one step.) Without one (`warmup_from` is None) the size is constant. All sizes are
+    multiples of the first: if the processes can split the first into whole micro-batches, they can split all.
 
     Attributes:
         steps: the number of steps of the run, for a fork whose batches depend on it; None: unknown.
@@ -56,7 +56,7 @@ class BatchSizes:
     @classmethod
     def from_config(cls, config: TrainConfig) -> "BatchSizes":
         """Return the sizes for a config whose `global_batch_size` is resolved."""
-        assert config.global_batch_size is not None, "the config is resolved"
+        assert config.global_batch_size is not None, "resolve the config first"
         schedule = config.schedule
         return cls(config.global_batch_size, schedule.batch_warmup_from, schedule.batch_warmup_steps, config.steps)
 
@@ -102,7 +102,8 @@ class BatchSizes:
 class GlobalBatches:
     """The sample indices of every global batch of a run, each epoch in another random order.
 
-    No sample is dropped and none is padded: a global batch may have the end of one epoch and the beginning of the next.
+    No sample is dropped or repeated to fill a batch: a global batch may have the end of one epoch and the beginning of
+    the next.
     """
 
     def __init__(self, num_samples: int, sizes: BatchSizes, seed: int):
@@ -115,8 +116,8 @@ class GlobalBatches:
         It is a contiguous slice of the global batch. The slices of all processes, joined in the order of their ranks,
         are the same global batch for any number of processes.
         """
-        # Compute several steps at once, because most of the time of `at` does not depend on the number of positions: on
-        # one core of an Intel Xeon 0.2 ms for 16 and 0.3 ms for 256 (for a mixture of two corpora, 0.7 and 1.7 ms).
+        # Compute several steps at once, because 256 positions take little longer than 16: 0.3 instead of 0.2 ms on one
+        # core of an Intel Xeon (for a mixture of two corpora, 1.7 instead of 0.7 ms).
         num_steps = max(1, POSITIONS_AT_ONCE // (self.sizes.global_batch_size // num_processes))
         first_step = step - step % num_steps
         cache_key = first_step, rank, num_processes
@@ -148,8 +149,8 @@ class GlobalBatches:
 class MixedBatches(GlobalBatches):
     """Global batches of a mixture of corpora, whose datasets are concatenated.
 
-    Each block of MIX_BLOCK consecutive positions has exactly quotas[c] samples from corpus c, in a random order. Each
-    corpus has epochs of its own, each in another random order.
+    The positions are divided into blocks of MIX_BLOCK. Each block has exactly quotas[c] samples from corpus c, in a
+    random order. Each corpus has epochs of its own, each in another random order.
     """
 
     def __init__(self, corpus_sizes: list[int], quotas: list[int], sizes: BatchSizes, seed: int):
@@ -158,11 +159,12 @@ class MixedBatches(GlobalBatches):
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in the stream of samples to sample indices, both int64 [n]."""
-        # Shuffle the slots of each block. The slots [quota_ends[c] - quotas[c], quota_ends[c]) belong to corpus c.
+        # Shuffle the slots, the places within a block. The slots [quota_ends[c] - quotas[c], quota_ends[c]) belong to
+        # corpus c.
         blocks, slots = shuffle_groups(positions, MIX_BLOCK, self.seed, "block")  # int64 [n] each
         corpora = np.searchsorted(self.quota_ends, slots, side="right")  # int64 [n]
 
-        # Each corpus is a stream of its own, of which every block has the next quotas[c] positions.
+        # Each corpus is a stream of its own, of which block b reads positions b * quotas[c] to (b + 1) * quotas[c] - 1.
         indices = np.empty_like(positions)
         for c in np.unique(corpora):
             in_corpus = corpora == c  # bool [n]
@@ -176,6 +178,7 @@ class MixedBatches(GlobalBatches):
 
 def mix_quotas(weights: list[float]) -> list[int]:
     """Return the number of samples from each corpus in a block, in proportion to the weights; the sum is MIX_BLOCK."""
+    # Rounding the cumulative sums makes the sum exactly MIX_BLOCK.
     ends = np.rint(np.cumsum(weights) / np.sum(weights) * MIX_BLOCK).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
@@ -229,7 +232,7 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return `permutation[positions]` for a random permutation of [0, size), in memory that does not grow with `size`.
 
     A small block cipher (a Feistel network) encrypts each position: this map is one to one and looks random. It
-    permutes the numbers below the next power of 4, which are more than `size`. A result outside [0, size) is therefore
+    permutes the numbers below the smallest power of 4 that is at least `size`. A result outside [0, size) is therefore
     encrypted again until it is inside ("cycle walking", Black and Rogaway 2002). That keeps the map one to one, and
     takes fewer than 4 encryptions on average.
 
@@ -241,7 +244,7 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     Returns:
         int64 [n]; distinct positions give distinct indices.
     """
-    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)  # half of the bits of the largest position, rounded up
     round_keys = [derive_seed(key, round_index) for round_index in range(FEISTEL_ROUNDS)]
     indices = _encrypt(positions.astype(np.uint64), half_bits, round_keys)
     while (outside := indices >= size).any():

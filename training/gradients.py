@@ -1,6 +1,7 @@
 """The backward pass: unused parameters, the first backward, loss scaling.
 
-A parameter that no micro-batch used, such as an expert that no token was routed to, has a gradient of zero. DDP waits
+A parameter that no micro-batch used, such as an expert that no token was routed to, gets a gradient of zero
+(fill_missing_gradients). DDP waits
 for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss). DDP's own
 option find_unused_parameters would instead search the graph in every forward.
 """
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class _ConnectToLoss(torch.autograd.Function):
-    """Makes the loss depend on parameters without changing it or their gradients."""
+    """Makes the loss depend on parameters, so that DDP's hooks run for them, without changing it or their gradients."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -20,7 +21,7 @@ class _ConnectToLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_outputs[0], *[None] * (len(ctx.needs_input_grad) - 1)
+        return (grad_outputs[0], *(None for _ in ctx.needs_input_grad[1:]))
 
 
 def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
@@ -29,18 +30,18 @@ def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
 
 
 def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Add the gradients of `loss` to the `.grad` of the parameters; in DDP all of them take part, used or not."""
+    """Add the gradients of `loss` to the `.grad` of the parameters; in DDP the hooks of all of them run."""
     if isinstance(model, DistributedDataParallel):
         loss = _ConnectToLoss.apply(loss, *trainable_parameters(model))
     accelerator.backward(loss)
 
 
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Run the first backward of a process, whose gradients the caller discards.
+    """Run the first backward of a process; the caller discards the gradients.
 
-    DDP fixes the order of its buckets in its first backward, by the order in which gradients arrive, and the order of
-    the buckets changes the rounding of the sums. Here the gradients arrive in the reverse order of the parameters,
-    whichever of them the batch uses. So a resumed run sums in the same order as a run that never stopped.
+    In its first backward, DDP decides by the order in which gradients arrive which of them share a bucket, and so in
+    which order they are added, which changes the rounding. Here the gradients arrive in the reverse order of the
+    parameters, whichever of them the batch uses. So a resumed run sums in the same order as a run that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
@@ -58,9 +59,14 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
 def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    It is halved for every skipped update and doubled after every 2,000 others. torch.amp.GradScaler doubles after 2,000
-    updates in a row without a skip, which it has to count. This scale is a function of counters that checkpoints
-    contain anyway.
+    It begins at 65,536, is halved for every skipped update, which overflowed, and doubled after every 2,000 others.
+    torch.amp.GradScaler has the same start, but doubles after 2,000 updates in a row without a skip, which it has to
+    count. This scale is a function of counters that checkpoints contain anyway.
+
+    Args:
+        precision: of the mixed-precision training, such as "fp16".
+        step: from 0.
+        skipped: number of skipped updates before this step.
     """
     return 2.0 ** (16 - skipped + (step - skipped) // 2000) if precision == "fp16" else 1.0
 

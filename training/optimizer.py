@@ -1,4 +1,4 @@
-"""The optimizers: AdamW, and Muon for the matrices of the blocks."""
+"""The optimizers: AdamW, and Muon for the linear weights of the blocks."""
 
 import math
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ def _select_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.
                 vectors.append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
-    # torch writes lr, betas and the other defaults of AdamW into the dicts that AdamW receives. It receives copies, so
-    # that a fork can pass `groups` to another optimizer, which then writes its own defaults.
+    # AdamW writes its defaults, such as lr and betas, into the dicts that it gets. It gets copies, so that a fork can
+    # pass `groups` to another optimizer, which then writes its own defaults.
     adamw = torch.optim.AdamW([{**group} for group in groups], lr=config.lr, betas=config.betas, fused=True)
     match config.name:
         case "adamw":
@@ -60,13 +60,14 @@ def apply_schedules(optimizer: torch.optim.Optimizer, network: nn.Module, config
     Raises:
         ValueError: a setting of the model is scheduled, but no module has an attribute of its name.
     """
-    # Settings of the optimizer, such as lr. The first step stores the configured value as `initial_NAME`.
+    # Settings of the optimizer, such as lr. The first call stores the configured value as `initial_NAME`.
     for group in optimizer.param_groups:
         for name in SCHEDULES.keys() & group.keys():
             unscheduled = group.setdefault(f"initial_{name}", group[name])
             group[name] = scheduled_value(name, unscheduled, config, step)
 
-    # Settings of the model, such as dropout: a module that uses one has it as an attribute of the same name.
+    # Settings of the model, such as dropout: a module that uses one has it as an attribute of the same name. torch's
+    # nn.Dropout is the exception.
     for name in SCHEDULES.keys() & GPTConfig.model_fields.keys():
         value = scheduled_value(name, getattr(config.model, name), config, step)
         modules_with_setting = [module for module in network.modules() if name in vars(module)]
@@ -94,11 +95,11 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 # Polar Express (Amsel et al. 2025, arXiv:2505.16932): polynomials a x + b x^3 + c x^5 with coefficients (a, b, c),
-# applied one after another, which are optimal for singular values from 0.001 to 1. The factor 1.02 is a safety margin
-# for rounding; it comes from modded-nanogpt. Only the first three of the five polynomials are used. They map singular
-# values from 0.001 to 1 into [0.12, 1.9] instead of close to 1, but after 200 steps the validation loss was the same as
-# with torch.optim.Muon: it differed by 0.005, and its standard deviation over seeds was 0.016. We measured this at a
-# width of 128 only (benchmarks/LOG.md, 2026-11-21).
+# applied one after another. They were computed for singular values from 0.001 to 1, with safety margins for rounding;
+# coefficients and margins are those of modded-nanogpt. The last two of its five polynomials are left out. Three map
+# singular values from 0.001 to 1 into [0.12, 1.9] instead of close to 1, but after 200 steps the validation loss was
+# the same as with torch.optim.Muon: it differed by 0.005, and its standard deviation over seeds was 0.016. We measured
+# this at a width of 128 only (benchmarks/LOG.md, 2026-11-21).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -118,7 +119,7 @@ def orthogonalize(matrices: Tensor, polynomials: Sequence[tuple[float, float, fl
 
     Each polynomial (a, b, c) maps every singular value s to a s + b s^3 + c s^5, as a Newton-Schulz iteration does.
     """
-    # The product x x^T is smallest, [N, rows, rows], if the matrices are wide.
+    # Transpose tall matrices, so that the product x x^T has the shorter side: [N, rows, rows].
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalize(matrices.mT, polynomials).mT
 
@@ -135,14 +136,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for the linear weights of the blocks and AdamW for all others, as one optimizer.
 
     Muon orthogonalises the Nesterov momentum of each matrix. As in NorMuon (Li et al. 2025, arXiv:2510.05491), each row
-    is then divided by the root of an exponential moving average of its mean square, and the Frobenius norm is restored.
+    is then divided by the root of an exponential moving average of the row's mean square, and the Frobenius norm is
+    restored.
 
     The update is multiplied by 0.2 sqrt(max(rows, columns)), as in torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw". An orthogonal matrix then has a root mean square of 0.2, which is typical of AdamW's
-    updates (Liu et al. 2025, arXiv:2502.16982), so both can use the same learning rate and weight decay. But the result
-    of `orthogonalize` is only roughly orthogonal. At widths of 128 to 768 we measured a root mean square of 0.18 to
-    0.29 for Gaussian matrices, and of 0.02 to 0.06 for matrices of rank 4 with 1% noise, because singular values below
-    0.001 remain small.
+    adjust_lr_fn="match_rms_adamw". An exactly orthogonal update then has a root mean square of 0.2, as AdamW's updates
+    typically have (Liu et al. 2025, arXiv:2502.16982), so both can use the same learning rate and weight decay. But the
+    result of `orthogonalize` is only roughly orthogonal. For Gaussian matrices of 128 x 128 to 768 x 3072 the root mean
+    square is 0.15 to 0.29, and for matrices of rank 4 with 1% noise 0.02 to 0.06, because small singular values remain
+    small.
 
     Matrices of the same shape are stacked and orthogonalised together, in bfloat16 on a GPU and in float32 on a CPU,
     because few CPUs compute in bfloat16.
@@ -155,7 +157,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update the weights once from the gradients in `.grad`."""
+        """Update the weights once from the gradients in `.grad`; a closure is not supported."""
         # Muon updates the first group, all matrices of one shape together.
         muon, by_shape = self.param_groups[0], {}
         for weight in muon["params"]:
@@ -191,8 +193,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         mean_squares = [self.state[weight]["second_momentum_buffer"] for weight in weights]  # each [rows, 1]
 
         # Nesterov momentum. It is computed in place on clones, because torch 2.11, with which the GPU tests last ran,
-        # has no out-of-place foreach_lerp for sharded tensors. torch 2.13 has it: once 2.11 is out of use,
-        # `foreach_lerp(gradients, momenta, beta1)` gives the same bits (test_muon_on_sharded_matrices_equals_whole).
+        # has no out-of-place foreach_lerp for sharded tensors. torch 2.13 has it: once 2.11 is out of use, write
+        # `foreach_lerp(gradients, momenta, beta1)` (test_muon_on_sharded_matrices_equals_whole must still pass).
         foreach_lerp_(momenta, gradients, 1 - beta1)
         nesterov_momenta = [gradient.clone() for gradient in gradients]
         foreach_lerp_(nesterov_momenta, momenta, beta1)
@@ -202,7 +204,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         dtype = torch.float32 if nesterov.device.type == "cpu" else torch.bfloat16
         updates = orthogonalize(nesterov.to(dtype)).float()  # [N, rows, columns]
 
-        # NorMuon: divide each row by its root mean square over time, then restore the norm of the matrix.
+        # NorMuon: divide each row by its root mean square over time, then restore the norm of the matrix. The average
+        # needs no bias correction, because restoring the norm cancels a common factor.
         foreach_lerp_(mean_squares, updates.square().mean(-1, keepdim=True).unbind(), 1 - beta2)
         normalized = updates * torch.stack(mean_squares).clamp(min=1e-10).rsqrt()
         updates = normalized * (frobenius_norm(updates) / frobenius_norm(normalized).clamp(min=1e-7))

@@ -1,7 +1,8 @@
 """The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step later.
 
 The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
-device computes the next step, and one all-reduce gathers all values of a step. `train_step` and the loop call:
+device computes the next step. One all-reduce gathers all values of a step, because each has a latency. After
+`register_names`, `train_step` and the loop call:
 
 1. `start_all_reduce` after the last backward. The all-reduce overlaps the clipping of the gradients.
 2. `add_grad_norm` after the clipping. It waits for the all-reduce and starts the copy to the host.
@@ -9,8 +10,8 @@ device computes the next step, and one all-reduce gathers all values of a step. 
    loop does so only if something depends on that result: a log line, an evaluation, a checkpoint, or, if updates may be
    skipped, every update.
 
-The all-reduce also carries the stop flag: a process that received a signal sets it, and all processes then stop after
-the same step.
+The all-reduce also carries the stop flag: a process that received a signal, or whose checkpoint could not be written,
+sets it, and all processes then stop after the same step.
 """
 
 import math
@@ -29,7 +30,7 @@ from torch import Tensor
 from config.errors import RunError
 from model.loss import MetricSums
 
-# The loop logs these metrics itself, as train/NAME or val/NAME; a model may not report them.
+# The loop and the evaluation log these metrics themselves, as train/NAME or val/NAME; a model may not report them.
 RESERVED_NAMES = {
     "lr",
     "grad_norm",
@@ -64,7 +65,7 @@ def fsum_or_nan(values: Sequence[float]) -> float:
 
 
 def mean(sums: Sequence[float], counts: Sequence[float]) -> float:
-    """Return the sum of `sums` divided by the sum of `counts`; NaN if that is 0 or a value is not finite."""
+    """Return the sum of `sums` divided by the sum of `counts`; NaN if the latter is 0 or a value is not finite."""
     count = fsum_or_nan(counts)
     return fsum_or_nan(sums) / count if count else math.nan
 
@@ -97,7 +98,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all processes to stop, in the steps that this call of `read` read."""
+    """Whether any process asked all processes to stop, in this step or in the one before it if `read` read both."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
@@ -211,17 +212,17 @@ class Results:
         pending.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
     def read(self, wait: bool = False) -> Result | None:
-        """Return the result of the previous step, or None if there is none yet.
+        """Return the newest result that needs no waiting, that of the previous step; None if there is none yet.
 
         With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
-        too, so that all processes stop after it.
+        too, so that all processes stop after it. A result that has been read is returned again.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
                 consecutive steps is infinite or NaN.
         """
         stop = False
-        while len(self._pending) > (0 if wait or stop else 1):
+        while len(self._pending) > (0 if wait or stop else 1):  # one step stays pending
             result = self._read_oldest()
             stop = stop or result.stop
             self._newest = replace(result, stop=stop)
@@ -231,17 +232,17 @@ class Results:
         """Read the oldest pending step, count skipped updates, and raise NonFiniteError if there are too many."""
         pending = self._pending.popleft()
         if pending.copied is not None:
-            pending.copied.synchronize()  # the host waits here until the device has computed the step
+            pending.copied.synchronize()  # the host waits here until the device has computed the gradient norm
         rows = pending.rows
         num_targets, grad_norm = rows[0, NUM_TARGETS].item(), rows[0, GRAD_NORM].item()
         stop = bool(rows[:, STOP].any())
 
-        # Split the rows into micro-batches, in the order of the global batch: [micro-batches, 1 + 2 metrics].
+        # Split the rows into micro-batches, in the order of the global batch: [micro-batches, 1 + 2 * metrics].
         micro_batches = rows[:, MICRO_BATCHES:].reshape(-1, 1 + 2 * len(self._names))
         losses, *sums_and_counts = micro_batches.T.tolist()
 
-        # Add up the micro-batches. The training objective decides whether the step is finite, also if the model reports
-        # a metric named "loss", which replaces the objective in `means`.
+        # Add up the micro-batches. The training objective decides whether the step is finite. `means["loss"]` may be
+        # another value: a metric of the model that is named "loss" replaces it.
         objective = fsum_or_nan(losses)
         sums, counts = sums_and_counts[::2], sums_and_counts[1::2]
         means = {"loss": objective} | dict(zip(self._names, map(mean, sums, counts), strict=True))
@@ -255,17 +256,18 @@ class Results:
         return Result(means, grad_norm, stop, finite)
 
     def _non_finite_error(
-        self, step: int, losses: Sequence[float], grad_norm: float, num_targets: float
+        self, completed_steps: int, losses: Sequence[float], grad_norm: float, num_targets: float
     ) -> NonFiniteError:
         # If all losses are finite but the gradient is not, any process may be the cause.
         suspects = [i for i, loss in enumerate(losses) if not math.isfinite(loss)] or range(len(losses))
+        # Every process has equally many micro-batches.
         ranks = sorted({i * self.num_processes // len(losses) for i in suspects})
         in_a_row = self.skipped.in_a_row
         repeated = f", {in_a_row} times in a row" if in_a_row > 1 else ""
         without_targets = "" if num_targets else ", no target token in the global batch"
         return NonFiniteError(
-            f"step {step}: loss = {fsum_or_nan(losses)}, gradient norm = {grad_norm}{repeated}{without_targets}, in "
+            f"step {completed_steps}: loss = {sum(losses)}, gradient norm = {grad_norm}{repeated}{without_targets}, in "
             f"micro-batches of process(es) {ranks}",
             "; no checkpoint contains this step. To inspect the step: "
-            f"python -m tools.replay {shlex.quote(str(self.run_directory))} {step}",
+            f"python -m tools.replay {shlex.quote(str(self.run_directory))} {completed_steps}",
         )

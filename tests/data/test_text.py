@@ -356,7 +356,7 @@ def test_load_corpus_refuses_mismatched_settings(folder, tmp_path):
         mix = json.dumps({str(folder / "a"): 3, str(folder / "b"): 1, str(other): 1})
         assert f"data.mix: {folder / 'a'} and {other} are the same corpus" in refusal(folder, "--data.mix", mix)
     mix = json.dumps({str(folder / "a"): 1e-4, str(folder / "b"): 1})
-    assert "one sample in 1,000" in refusal(folder, "--data.mix", mix)
+    assert "none of 1,000 samples" in refusal(folder, "--data.mix", mix)
     (tmp_path / "a.txt").write_text("short")
     make(tmp_path / "a.txt", tmp_path / "short", validation="tail:0.1")
     assert "seq_len 32" in refusal(folder, "--data.path", tmp_path / "short")

@@ -203,7 +203,9 @@ def test_entropy_of_other_targets_is_not_reported(masked, monkeypatch):
         monkeypatch.setattr(StoriesDataset, "arrays", arrays)
     if masked == "targets":
         monkeypatch.setattr(evaluation, "count_targets", lambda labels, _: (labels[:, 5:] != -100).sum())
-    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(
+        process_index=0, num_processes=1, device=torch.device("cpu"), unwrap_model=lambda model: model
+    )
     metrics = evaluation.evaluate(network, corpus, 4, accelerator, "other")
     kinds = [value for name, value in metrics.items() if name.startswith("other/excess_loss/")]
     assert len(kinds) == 4 and "other/loss" in metrics
