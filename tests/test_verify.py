@@ -45,7 +45,7 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "train.py", "scale * (1 if state.reducer else results.num_processes)", "scale",
+        "train.py", "scale * (1 if state.reducer else accelerator.num_processes)", "scale",
         "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * local_size", "",

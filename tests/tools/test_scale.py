@@ -42,10 +42,9 @@ with open(run.parent / "log", "a") as log:
 """
 
 
-def settings_of(depth, family="qwen3", corpus=None, tokens_per_parameter=20):
-    return dict(
-        line[:2] for line in make_recipe(depth, tokens_per_parameter, family, corpus, 250 if corpus is None else 50257)
-    )
+def settings_of(depth, family="qwen3", corpus=None, tokens_per_parameter=20, optimizer="muon"):
+    vocab_size = 250 if corpus is None else 50257
+    return dict(line[:2] for line in make_recipe(depth, tokens_per_parameter, family, optimizer, corpus, vocab_size))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
@@ -68,7 +67,7 @@ def test_recipes_grow_with_depth(family, corpus):
 @pytest.mark.parametrize(("depth", "family"), [(1, "qwen3"), (4, "gpt2"), (12, "qwen3")])
 def test_recipe_is_a_valid_config(tmp_path, depth, family):
     file = tmp_path / "depth.yaml"
-    file.write_text(as_yaml(make_recipe(depth, 20, family, None, 250)))
+    file.write_text(as_yaml(make_recipe(depth, 20, family, "adamw", None, 250)))
     config = parse_config(["--config", str(file)])
     assert yaml.safe_load(file.read_text())["model"].items() <= vars(config.model).items()
     assert depth == 1 or all(config.problems(processes) == [] for processes in (1, 2, 4, 8))
@@ -76,13 +75,13 @@ def test_recipe_is_a_valid_config(tmp_path, depth, family):
 
 
 def test_recipe_values_survive_yaml():
-    lines = make_recipe(100, 20, "qwen3", "/tmp/\N{GRINNING FACE} text", 250)
+    lines = make_recipe(100, 20, "qwen3", "adamw", "/tmp/\N{GRINNING FACE} text", 250)
     read = yaml.safe_load(as_yaml(lines))
     assert read["data"]["path"] == "/tmp/\N{GRINNING FACE} text" and read["optimizer"]["lr"] == 8e-5
 
 
 def test_depth_12_is_the_124m_class():
-    one = settings_of(12, "gpt2", "corpora/text")
+    one = settings_of(12, "gpt2", "corpora/text", optimizer="adamw")
     assert (one["model.n_layers"], one["model.d_model"], one["model.n_heads"], one["model.d_ff"]) == (12, 768, 12, 3072)
     assert one["seq_len"] == 1024 and 1e-4 < one["optimizer.lr"] < 1.5e-3
 

@@ -60,7 +60,9 @@ def print_recipe(config: ScaleConfig) -> None:
         from data.synthetic.stories import get_story_generator
 
         vocab_size = len(get_story_generator(recipe.MAX_FACTS, 1.0, 0).vocabulary)
-    lines = recipe.make_recipe(config.depth, config.tokens_per_parameter, config.family, config.corpus, vocab_size)
+    lines = recipe.make_recipe(
+        config.depth, config.tokens_per_parameter, config.family, config.optimizer, config.corpus, vocab_size
+    )
     print(recipe.as_yaml(lines), end="")
 
 

@@ -14,7 +14,8 @@ from model.config import FAMILIES, GPTConfig
 
 WIDTH_PER_LAYER = 64  # as in GPT-2 124M (768 / 12) and for nanochat's --depth
 HEAD_DIM = 64
-LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0
+LR, LR_WIDTH, LR_POWER = 4e-3, 128, -1.0  # of AdamW
+MUON_LR = 1e-2  # of Muon, at the same width
 BATCH_TOKENS, BATCH_BUDGET = 1536, 2.3e6  # tokens of a step and of the run, in configs/stories.yaml
 WARMUP_FRACTION = 0.05
 PROCESSES = 8  # the global batch can be split among this many, if it has as many sequences
@@ -56,9 +57,9 @@ def model_of_depth(depth: int, family: str, vocab_size: int, seq_len: int) -> GP
     return GPTConfig(vocab_size=vocab_size, max_position_embeddings=seq_len, **sizes, **FAMILIES[family])
 
 
-def learning_rate(width: int) -> float:
-    """Return the peak learning rate of AdamW for a width, to two digits."""
-    return float(f"{LR * (width / LR_WIDTH) ** LR_POWER:.2g}")
+def learning_rate(width: int, lr: float = LR) -> float:
+    """Return the peak learning rate for a width, to two digits; by default that of AdamW."""
+    return float(f"{lr * (width / LR_WIDTH) ** LR_POWER:.2g}")
 
 
 def batch_size(tokens: float, seq_len: int) -> int:
@@ -71,7 +72,7 @@ def batch_size(tokens: float, seq_len: int) -> int:
 
 
 def make_recipe(
-    depth: int, tokens_per_parameter: float, family: str, corpus: str | None, vocab_size: int
+    depth: int, tokens_per_parameter: float, family: str, optimizer: str, corpus: str | None, vocab_size: int
 ) -> list[Line]:
     """Return all settings of a run of this depth, on the prepared `corpus` or else on stories with facts.
 
@@ -88,6 +89,7 @@ def make_recipe(
     batch = batch_size(tokens, seq_len)
     steps = math.ceil(tokens / (batch * seq_len))
     micro_batch = max(1, min(batch // PROCESSES, 2 ** int(math.log2(MAX_MICRO_BATCH_TOKENS / seq_len))))
+    peak = MUON_LR if optimizer == "muon" else LR
     warmup = math.ceil(WARMUP_FRACTION * steps)
     every = max(1, steps // 10)
     lines = [
@@ -111,7 +113,9 @@ def make_recipe(
             Line("data.facts", MAX_FACTS, "more than a run can learn"),
             Line("data.num_samples", steps * batch, "a single epoch"),
         )),
-        Line("optimizer.lr", learning_rate(model.d_model), f"{LR:g} (width / {LR_WIDTH})^{LR_POWER:g}: "
+        Line("optimizer.name", optimizer, "for the linear layers of the blocks; AdamW for the others"
+             if optimizer == "muon" else ""),
+        Line("optimizer.lr", learning_rate(model.d_model, peak), f"{peak:g} (width / {LR_WIDTH})^{LR_POWER:g}: "
              "docs/scaling_law.md"),
         Line("optimizer.weight_decay", 0.1, "as GPT-3, with its betas"),
         Line("optimizer.betas", [0.9, 0.95]),

@@ -19,6 +19,9 @@ class ScaleConfig(Settings):
     family: Literal["qwen3", "gpt2"] = "qwen3"
     """depth: the family of models."""
 
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """depth: the optimizer."""
+
     corpus: str | None = None
     """depth: a corpus prepared by data.prepare. null: stories with facts."""
 
