@@ -266,8 +266,8 @@ class Results:
         repeated = f", {in_a_row} times in a row" if in_a_row > 1 else ""
         without_targets = "" if num_targets else ", no target token in the global batch"
         return NonFiniteError(
-            f"step {completed_steps}: loss = {fsum_or_nan(losses)}, gradient norm = {grad_norm}{repeated}{without_targets}, in "
-            f"micro-batches of process(es) {ranks}",
+            f"step {completed_steps}: loss = {fsum_or_nan(losses)}, gradient norm = {grad_norm}{repeated}"
+            f"{without_targets}, in micro-batches of process(es) {ranks}",
             "; no checkpoint contains this step. To inspect the step: "
             f"python -m tools.replay {shlex.quote(str(self.run_directory))} {completed_steps}",
         )
