@@ -226,10 +226,9 @@ def race_lines(race: dict[str, Any]) -> list[str]:
         lines += ["", *round_lines(entry, race)]
     if race["stack"]:
         lines += ["", f"Found: {' + '.join(race['stack'])}"]
-        lines.append(
-            f"Its settings: {race['stack_config']}"
-            + (f"; git apply {race['stack_patch']}" if race["stack_patch"] else "")
-        )
+        if race["stack_config"]:  # it is written when the round ends
+            patch = f"; git apply {race['stack_patch']}" if race["stack_patch"] else ""
+            lines.append(f"Its settings: {race['stack_config']}{patch}")
         lines.append("`confirm` trains it on seeds that no race has used.")
     if race.get("compute_multiplier"):
         lines.append(
