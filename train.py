@@ -81,7 +81,7 @@ def main(config: TrainConfig) -> None:
     # Write how the session ends to status.json (finished, preempted or failed), once `open_run` has locked the run.
     with record_outcome(run):
         # Checks that need no communication run before the process group exists. `resolve` loads the data and the
-        # models of `init_from` and `teacher.path`, and fills in settings that are null.
+        # models of `init_from` and `teacher.path`, and fills in null settings that they determine.
         check_launch(config)
         trackers.check(config)
         config, corpus, models = resolve(config, run)
@@ -119,13 +119,13 @@ def train(
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, a trial in a child process
-    # decides whether the steps use a CUDA graph.
+    # decides whether the steps use a CUDA graph; the summary below prints what it found.
     use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # With `tracking.block_stats`: norms of the weights and gradients of each block, and the size of its output. They
-    # are measured right before the optimizer's step, because train_step clears the gradients after it.
+    # With `tracking.block_stats`: norms of the weights and gradients of each block, and the size of its output. A hook
+    # of the optimizer measures the norms before its step, and hooks of the blocks measure their outputs.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # The data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -191,15 +191,16 @@ def train(
             stop_now = completed == config.stop_after and completed < config.steps
             save_now = is_due(config.checkpoint.every, config, completed) or stop_now
 
-            # The statistics of blocks come from hooks of modules, which a CUDA graph would not run.
+            # A CUDA graph would not run the hooks of the blocks.
             with block_statistics.record(log_now):
-                # After a failed save all processes stop together, at most a step later: `saver.save` raises the reason.
+                # After a failed save all processes stop together, at most a step later, and `saver.save` raises the
+                # reason; not with `checkpoint.on_failure: continue`.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Read the result of the previous step while the device computes this one. The first step of a session has
-            # no previous one, so the result is None. With `wait`, the host waits for the loss and the gradient norm of
-            # this step, and reads them. If updates may be skipped, train_step has done that already.
+            # Without `wait`, read the result of the previous step while the device computes this one; the first step of
+            # a session has no previous one, so the result is None. With `wait`, the host waits for the loss and the
+            # gradient norm of this step, and reads them. If updates may be skipped, train_step has done that already.
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
@@ -409,7 +410,10 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 
 
 def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
-    """Build a state with a CUDA graph, and load two micro-batches from `step` on; called in the child process."""
+    """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
+
+    They are of steps `step` and `step` + 1, because one step may have only one.
+    """
     run = Run.from_config(config)
     config, corpus, models = resolve(config.replace(cuda_graph=True), run)
     accelerator = start_accelerator(config)

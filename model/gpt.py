@@ -134,7 +134,7 @@ class BlockOutput(NamedTuple):
     Attributes:
         x_BTC: the residual stream.
         auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the positions of the
-            micro-batch, multiplied by its weight. The objective is the mean cross-entropy plus these terms.
+            micro-batch, multiplied by its weight. The objective is the mean loss of the targets plus these terms.
         metrics: auxiliary metrics {name: (sum, count)}, detached.
     """
 
@@ -287,7 +287,7 @@ class GPTModel(GenerativeModel):
             if path.rpartition(".")[-1] in ("out_proj", "down_proj"):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
             weight = module.weight
-            # On the meta device, normal_ does nothing, but needs a generator of a real device.
+            # There is no generator of the meta device, on which normal_ does nothing: any other generator serves.
             generator = torch.Generator("cpu" if weight.is_meta else weight.device)
             generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", f"{path}.weight"))
             weight.normal_(std=std, generator=generator)
