@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -168,6 +169,21 @@ def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPro
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+OWN_SESSION = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+
+
+def interrupt_after(text: str, process: subprocess.Popen[str], timeout: float) -> str:
+    """Send SIGINT to an OWN_SESSION, as a terminal does, once a process prints a text; return what they print then."""
+    try:
+        while text not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

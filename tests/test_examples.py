@@ -30,7 +30,18 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from examples import common, data_parallel, mnist_allreduce, mnist_spawn_ddp, model_parallel
 from model.gpt import GPTModel
-from tests.conftest import ROOT, commands, environment, metrics, python, shell, tensors, train
+from tests.conftest import (
+    OWN_SESSION,
+    ROOT,
+    commands,
+    environment,
+    interrupt_after,
+    metrics,
+    python,
+    shell,
+    tensors,
+    train,
+)
 from tests.support import forked
 
 EXAMPLES = ROOT / "examples"
@@ -521,16 +532,8 @@ def test_ctrl_c_ends_without_traceback(rung, digits):
     """A terminal sends SIGINT to all processes."""
     more = ["--data", digits, "--epochs", 10**6] if rung.startswith("mnist") else ["--steps", 10**6]
     command = [sys.executable, "-m", f"examples.{rung}", *map(str, more)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
-    try:
-        while "loss" not in process.stdout.readline():
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=200)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **OWN_SESSION)
+    output = interrupt_after("loss", process, timeout=200)
     assert process.returncode == 130 and "Traceback" not in output, output
 
 

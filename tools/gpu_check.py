@@ -28,6 +28,7 @@ import torch
 
 from checkpoint.provenance import provenance
 from run.metrics_log import read_rows
+from storage.files import write_atomically
 from tools.benchmark import gpu, programs, tables
 from tools.benchmark.__main__ import run_interleaved
 from tools.benchmark.programs import ROOT, Program
@@ -334,7 +335,7 @@ def run_parts(parts: list[Part], report: Path, minutes: float) -> Result:
             result = {"error": f"{type(error).__name__}: {summarized(str(error))}"}
         record["parts"][part.name] = anonymous(result) | {"seconds": round(time.monotonic() - start, 1)}
         report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(tables.to_json(record))
+        write_atomically(report, tables.to_json(record))
     return record
 
 

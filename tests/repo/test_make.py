@@ -4,14 +4,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
-from tests.conftest import ROOT, TINY_STORIES
+from tests.conftest import OWN_SESSION, ROOT, TINY_STORIES, interrupt_after
 
 
 def start_make(target, directory, *arguments, **options):
@@ -129,16 +127,7 @@ def test_launchers_log_and_traceback_are_hidden(target, last, tmp_path):
 def test_ctrl_c_stops_make_train_with_its_message(runs):
     """A terminal sends SIGINT to make, the shell, the launcher and its processes."""
     words = f"{' '.join(map(str, TINY_STORIES))} --steps 1000000 --out_dir {runs} --name run"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = start_make("train", ROOT, f"ARGS={words}", start_new_session=True, **pipes)
-    try:
-        while "[step 3 " not in process.stdout.readline():
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)
-        output = process.communicate(timeout=100)[0]
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    output = interrupt_after("[step 3 ", start_make("train", ROOT, f"ARGS={words}", **OWN_SESSION), timeout=100)
     assert "Saving a checkpoint and stopping" in output and "stopped after step" in output
     assert "Traceback" not in output and "torch/distributed" not in output and "SignalException" not in output
     assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
