@@ -226,13 +226,18 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
 
 
 def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, monkeypatch):
-    requests = []
+    requests, changed = [], []
     evaluate = runs.run_evaluator
-    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or evaluate(code, some))
+
+    def record(baseline, some):
+        requests.extend(some)
+        changed.extend(one for one in some if one["code"] != str(baseline))
+        return evaluate(baseline, some)
+
+    monkeypatch.setattr(runs, "run_evaluator", record)
     patch = patches.write("x.patch", "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n",
         "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n    open(delivered + '.0', 'w')\n")  # fmt: skip
     experiments.race(patch, A)
-    changed = [one for one in requests if one["code"] != requests[0]["code"]]
     assert changed and all(
         one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed
     )
