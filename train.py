@@ -1,9 +1,10 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a function of its config, which contains the seed, of its launch (device, mixed precision, number of processes)
-and of what computes it: the code, the version of torch, the processor and the number of threads. With `exact`, in fp32
-on x86-64 CPUs, it is the same on any processor, with any number of threads and on any number of processes that is a
-power of two and divides the number of micro-batches in a global batch.
+A run is a function of its config, which contains the seed, of its data, of its launch (device, mixed precision, number
+of processes) and of what computes it: the code, the version of torch, the processor and the number of threads. A GPU is
+the exception: without `exact`, some of its kernels add in another order each time. With `exact`, in fp32 and uncompiled
+on x86-64 CPUs with AVX2, a run is the same on any processor, with any number of threads and on any number of processes
+that is a power of two and divides the number of micro-batches in a global batch.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
 is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
@@ -99,7 +100,7 @@ def main(config: TrainConfig) -> None:
         else:
             check_finite_val_loss(start.metrics, start.step)  # NaN is an error also when the command is repeated
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # the outcome is "finished" only if every process gets here
     accelerator.print("Training finished.")
 
 
@@ -118,17 +119,17 @@ def train(
     """
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
-    # Build the model and the optimizer, and load their state. With `cuda_graph: null`, a trial in a child process
-    # decides whether the steps use a CUDA graph; the summary below prints what it found.
+    # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
+    # trial in a child process decides whether the steps use one; the summary below prints what it found.
     use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # With `tracking.block_stats`: norms of the weights and gradients of each block, and the size of its output. A hook
-    # of the optimizer measures the norms before its step, and hooks of the blocks measure their outputs.
+    # With `tracking.block_stats`, measure the norms of the weights and gradients of each block, and the size of its
+    # output. A hook of the optimizer measures the norms before its step, and hooks of the blocks measure their outputs.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
-    # The data. Global batch s is a function of (config, s), so there is no position to restore.
+    # Prepare to load the data. Global batch s is a function of (config, s), so there is no position to restore.
     global_batches = corpus.global_batches(config)
     loader = BatchLoader(
         corpus.train,
@@ -167,10 +168,10 @@ def train(
     ):
         reporter.say(summary(state.config, accelerator, state.network, run.path, start, corpus, trial))
 
-        # One forward and backward without an update compiles the model and fixes the order of DDP's buckets.
+        # One forward and backward without an update fixes the order of DDP's buckets and, with `compile`, compiles.
         warm_up(state, loader.load(start.step)[0])
 
-        # A new run evaluates its initial model, unless it evaluates never or only at the end.
+        # A run that starts at step 0 evaluates its initial model, unless it evaluates never or only at the end.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -181,10 +182,10 @@ def train(
         metrics: dict[str, Any] = {}  # of the newest step; after the loop, of the final one
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
             if profiler:
-                profiler.step()  # the step that `completed` numbers below begins here
+                profiler.step()  # tells the profiler that step number `completed` (see below) begins
 
-            # What is due after this step: every so many steps and after the last one; never with 0. Logs, evaluations
-            # and checkpoints are numbered by completed steps; the initial model is 0.
+            # Decide what to do after this step. An action is due every so many steps and after the last one; with 0 it
+            # is never due. Logs, evaluations and checkpoints are numbered by completed steps; the initial model is 0.
             completed = step + 1
             log_now = is_due(config.tracking.log_every, config, completed)
             eval_now = is_due(config.evaluation.every, config, completed)
@@ -193,8 +194,8 @@ def train(
 
             # A CUDA graph would not run the hooks of the blocks.
             with block_statistics.record(log_now):
-                # After a failed save all processes stop together, at most a step later, and `saver.save` raises the
-                # reason; not with `checkpoint.on_failure: continue`.
+                # If a save has failed, ask all processes to stop. They stop together, after this step or the next one,
+                # and `saver.save` raises the reason. With `checkpoint.on_failure: continue`, `failed` stays False.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
@@ -204,8 +205,8 @@ def train(
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
-            # see a flag in the same step. A stop saves this step, so its loss must be finite: if `read` finds a flag in
-            # the previous step, it reads this step too, and raises if it is not finite.
+            # see a flag in the same step. A stop saves this step. So if `read` finds a flag in the previous step, it
+            # reads this step too, and raises if an update that is not finite was applied.
             if result is not None and result.stop:
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway
@@ -224,15 +225,15 @@ def train(
 
             # The metrics of this step. The digest waited for its update, so the throughput is that of whole steps.
             if log_now:
-                assert result is not None, "read with wait"
+                assert result is not None, "with `wait`, `read` returns the result of this step"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
                 metrics |= learning_rates(state.optimizer) | {"train/grad_norm": result.grad_norm}
                 metrics |= block_statistics.metrics | throughput.measure(completed)
                 if config.on_nonfinite == "skip":
                     metrics["train/skipped"] = state.results.skipped.total
 
-            # Evaluate and sample texts, from the EMA of the weights if there is one. A run without evaluations samples
-            # texts after its last step, although no `val/loss` says whether they can be sampled.
+            # Evaluate and sample texts, from the EMA of the weights if there is one. A run without evaluations has no
+            # `val/loss`; it samples texts after its last step nevertheless.
             if eval_now or completed == config.steps:
                 with ema_weights(state.optimizer):
                     if eval_now:
@@ -240,8 +241,8 @@ def train(
                     if math.isfinite(metrics.get("val/loss", 0.0)):  # NaN probabilities cannot be sampled from
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
 
-            # Log the metrics, if there are any, and save in the background. The last checkpoint must be complete before
-            # the run ends.
+            # Log the metrics, if there are any, and save: in the background, unless `checkpoint.asynchronous` is false.
+            # The last checkpoint must be complete before the run ends.
             reporter.log(completed, metrics)
             if save_now:
                 tokens = global_batches.sizes.tokens(completed, config.seq_len, since=(start.step, start.tokens))
@@ -280,15 +281,15 @@ def train_step(
     # network, such as dropout.
     apply_schedules(state.optimizer, state.network, config, step)
 
-    # Count the local target tokens, 0-dim, and start their sum over the processes. It overlaps the first forward,
-    # unless that is a CUDA graph, which waits for the sum first.
+    # Count the local target tokens, and start the all-reduce that adds up the counts of all processes. It overlaps the
+    # first forward, unless that is a CUDA graph, which waits for it first.
     predicts_next_token = state.network.predicts_next_token
     num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if accelerator.num_processes > 1 else None
 
-    # Factors of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a function of the
-    # step and of the skipped updates, which replaces the state of a GradScaler. DDP and FSDP2 average the gradients
-    # over the processes, so multiply by their number to get the sum. A reducer already sums.
+    # Compute the factor of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a
+    # function of the step and of the number of skipped updates, so there is no state of a GradScaler to save. DDP and
+    # FSDP2 average the gradients over the processes, so multiply by their number to get the sum. A reducer sums itself.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else accelerator.num_processes)
 
@@ -309,8 +310,8 @@ def train_step(
     # Send the losses and metrics to all processes while the gradients are clipped.
     results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
 
-    # Complete the gradients, with zeros for parameters that no micro-batch used, such as idle experts. Undo the scale
-    # of fp16.
+    # Complete the gradients, with zeros for parameters that no micro-batch used, such as idle experts: the optimizer
+    # would skip a parameter without a gradient, but DDP and the reducers give it zeros. Undo the scale of fp16.
     gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
@@ -345,9 +346,9 @@ def forward_backward(
     Returns:
         The summed loss divided by `num_targets`, and the auxiliary metrics.
     """
-    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # 1: the sum over the targets
+    _, loss_sum, metrics = state.model(**batch, num_items_in_batch=1.0)  # divided by 1, so it is a sum
     if all_reduce:
-        # It returns at once after the first micro-batch. With NCCL only the CUDA stream waits, not the host.
+        # After the first micro-batch `wait` returns at once. With NCCL only the CUDA stream waits, not the host.
         all_reduce.wait()
     loss = loss_sum / num_targets
     backward(loss * grad_scale, state.model, state.accelerator)
@@ -357,9 +358,10 @@ def forward_backward(
 def warm_up(state: TrainState, micro_batch: Batch) -> None:
     """Run one forward and backward and discard the gradients; called by all processes together.
 
-    This compiles the model and fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the
-    gradients in the same order. It also registers the names of the metrics that the model reports. Buffers that a
-    fork's forward changes, like those of BatchNorm, change once more here, so such a model does not resume bit for bit.
+    This fixes the order of DDP's buckets (see first_backward), so that a resumed run sums the gradients in the same
+    order. With `compile`, it compiles the model. It also registers the names of the metrics that the model reports.
+    Buffers that a fork's forward changes, like those of BatchNorm, change once more here, so such a model does not
+    resume bit for bit.
     """
     _, loss, metrics = state.model(**micro_batch, num_items_in_batch=1.0)
     first_backward(loss, state.model, state.accelerator)
@@ -372,7 +374,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
     # Build the network on the CPU; the seed gives the initial weights. Accelerate moves the parameters to the device
-    # below. They remain the same objects for the optimizer, or, with FSDP2, Accelerate replaces them in it too.
+    # below, without making new objects, so the optimizer still refers to them. FSDP2 does make new ones, and Accelerate
+    # puts them into the optimizer.
     torch.manual_seed(config.seed)
     network = GPTModel(config.model)
     if models.initial:
@@ -386,7 +389,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     reducer = None
     if config.exact or config.cuda_graph:
         # `exact` needs an order of additions that does not depend on the number of processes. One CUDA graph is
-        # replayed for every micro-batch, so an all-reduce of DDP in it would run for each of them instead of the last.
+        # replayed for every micro-batch, so an all-reduce of DDP in it would run for all of them, not only the last.
         # evaluation_mode=True keeps Accelerate from wrapping the model in DDP; it does not call model.eval().
         model = accelerator.prepare_model(network, evaluation_mode=True)
         if config.exact:
@@ -412,7 +415,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
     """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
 
-    They are of steps `step` and `step` + 1, because one step may have only one.
+    The micro-batches are from steps `step` and `step` + 1, because a step may have only one micro-batch.
     """
     run = Run.from_config(config)
     config, corpus, models = resolve(config.replace(cuda_graph=True), run)

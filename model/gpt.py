@@ -127,9 +127,10 @@ class MLP(nn.Module):
 
 
 class BlockOutput(NamedTuple):
-    """The output of a block that also reports something. No block here does; one of a fork may (docs/forking.md).
+    """The output of a block that also reports auxiliary terms or metrics (docs/forking.md).
 
-    For example, the mixture of experts of docs/patches/mlp_experts.patch returns its load-balancing loss.
+    The blocks here return only a tensor; those of a fork may return a BlockOutput. For example, the mixture of experts
+    of docs/patches/mlp_experts.patch returns its load-balancing loss.
 
     Attributes:
         x_BTC: the residual stream.
@@ -177,8 +178,8 @@ class Output(NamedTuple):
 
     Attributes:
         logits: [B, kept positions, V] in the dtype of the computation; None with labels, unless requested.
-        loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the teacher's term
-            and with auxiliary terms, if there are any. None without labels.
+        loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the divergence
+            from the teacher if there is one, plus the auxiliary terms if there are any. None without labels.
         metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md).
     """
 
@@ -190,8 +191,8 @@ class Output(NamedTuple):
 class Teacher:
     """The model from which another one learns by distillation (`teacher.path`).
 
-    training/prepare_model.py puts it into eval mode and freezes it. This class is no nn.Module, so the state_dict of
-    the model that learns, and its checkpoints, omit the teacher.
+    pretrained/load.py loads it in eval mode, and training/prepare_model.py freezes it. This class is no nn.Module, so
+    the state_dict of the model that learns, and its checkpoints, omit the teacher.
     """
 
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
@@ -258,9 +259,9 @@ class GPTModel(GenerativeModel):
         """Initialise the weights (Radford et al. 2019, section 2.3).
 
         Each weight has its own random generator, seeded by the parameter's name and the seed that was last given to
-        torch.manual_seed; so two models built after one call have the same weights. Adding a parameter therefore does
-        not change the others: with the same seed, variants of a model share the weights whose name, shape and standard
-        deviation they share.
+        torch.manual_seed; so two models built after one call have the same weights. Adding a layer therefore does not
+        change the other weights in this table: with the same seed, variants of a model share the weights whose name,
+        shape and standard deviation they share.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -274,7 +275,7 @@ class GPTModel(GenerativeModel):
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
         (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is initialised like the row with its
         name; an nn.Linear or nn.Embedding of another name with std 0.02. Parameters of other modules keep the values
-        that their module gave them.
+        that their module gave them; random ones depend on the layers that were built before.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -287,7 +288,7 @@ class GPTModel(GenerativeModel):
             if path.rpartition(".")[-1] in ("out_proj", "down_proj"):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
             weight = module.weight
-            # There is no generator of the meta device, on which normal_ does nothing: any other generator serves.
+            # On the meta device normal_ does nothing, and there is no generator, so pass one of the CPU.
             generator = torch.Generator("cpu" if weight.is_meta else weight.device)
             generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", f"{path}.weight"))
             weight.normal_(std=std, generator=generator)
@@ -312,16 +313,17 @@ class GPTModel(GenerativeModel):
         Args:
             input_ids: tokens, int64 [B, T].
             attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
-                shifts the tokens. Omit it without padding: to find out whether it has a 0, the host waits for the GPU.
+                shifts the tokens. Omit it if there is no padding, because the host waits for the GPU to look for 0s.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here, unless `predicts_next_token` is
                 False); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
                 `labels`, none with them, because logits are by far the largest tensor of a training step.
-            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. Every
-                document begins with the end-of-text token, so it is right that the last token of one predicts the
-                first of the next. Not supported together with `attention_mask`.
+            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. The last
+                token of a text predicts the first token of the next text, which is right, because every text begins
+                with the end-of-text token; the first token of a conversation is no target. Not supported together with
+                `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
@@ -365,18 +367,18 @@ class GPTModel(GenerativeModel):
             x_BTC = output.add_to(auxiliary, metrics) if isinstance(output, BlockOutput) else output
         x_BTC = self.final_norm(x_BTC)
 
-        # Compute the loss, in chunks if its logits are large. The logits of a teacher are in memory as a whole.
+        # Compute the loss. NextTokenLoss may do so in chunks, but a teacher's logits are in memory as a whole.
         logits, loss = None, None
         if labels is not None:
             teacher_targets = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
             loss, loss_metrics = self.next_token_loss(
                 x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **teacher_targets
             )
-            metrics = loss_metrics | metrics  # of equal names, that of a block wins
+            metrics = loss_metrics | metrics  # a block's metric replaces one of the same name
 
         # Compute the logits of the last positions, if they are requested.
         if labels is None or logits_to_keep is not None:
-            kept = x_BTC[:, -(logits_to_keep or 0) :]  # [B, kept positions, C]; -0 is 0, all positions
+            kept = x_BTC[:, -(logits_to_keep or 0) :]  # [B, kept positions, C]; [-0:] keeps all positions
             logits = soft_cap(F.linear(kept, self.output_weight), self.config.logit_softcap)
         return Output(logits, loss, metrics)
 

@@ -94,7 +94,7 @@ def main(config: ReplayConfig) -> None:
                 raise
             accelerator.print(error.cause)
             break
-        assert result is not None, "read with wait"
+        assert result is not None, "with `wait`, `read` returns the result of this step"
         digest, loss = str(state_digest(state.network, state.optimizer)), result.means["loss"]
         again = {"state/digest": digest, "train/loss": loss, "train/grad_norm": result.grad_norm}
         rows.append((logged.get(step + 1, {}), again))

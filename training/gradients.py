@@ -1,9 +1,9 @@
 """The backward pass: unused parameters, the first backward, loss scaling.
 
 A parameter that no micro-batch used, such as an expert that no token was routed to, gets a gradient of zero
-(fill_missing_gradients). DDP waits
-for the gradients of all parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss). DDP's own
-option find_unused_parameters would instead search the graph in every forward.
+(fill_missing_gradients), because the optimizer would skip it without one. DDP waits for the gradients of all
+parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss). DDP's own option
+find_unused_parameters would instead search the graph in every forward.
 """
 
 import torch
