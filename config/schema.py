@@ -321,10 +321,10 @@ class TrainConfig(Settings):
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
     small model faster than the CPU launches them. Without `exact`, several processes sum the gradients by one
     all-reduce, without DDP. Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in
-    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`, otherwise up to the
-    difference between two computations without a graph. The first lines of output say what the trial found. It tries
-    only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process left
-    to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
+    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`, otherwise up to
+    twice the difference between computations without a graph. The first lines of output say what the trial found. It
+    tries only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process
+    left to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a
