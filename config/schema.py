@@ -337,7 +337,7 @@ class TrainConfig(Settings):
     chunked_loss: bool | None = None
     """Compute the output projection and the loss in chunks of positions (chunked cross-entropy), which needs less
     memory and, on a CPU, less time. null: true if the blocks are compiled, or if the logits exceed one chunk. A chunk
-    is 1 GiB on an NVIDIA GPU and 32 MiB elsewhere, but never fewer than 128 positions."""
+    has at most 1 GiB of logits on an NVIDIA GPU and 32 MiB elsewhere, or 128 positions if these take more."""
 
     stop_after: PositiveInt | None = None
     """Save and stop after this step, with exit code 75. Run the same command again to resume up to `steps`: a run that

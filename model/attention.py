@@ -1,7 +1,7 @@
 """The attention operation: the choice of the kernel, and the masks.
 
 The suffix of a name is the shape of the tensor, with the letters of model/gpt.py. T counts queries and S counts keys:
-with a KV cache, S is larger than T.
+with a KV cache, S is the number of cached positions plus T.
 """
 
 import functools
@@ -36,7 +36,8 @@ def attention(
     """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by flex attention if the mask is for it, otherwise by `sdpa`."""
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]  # several query heads share a key and value head
     if isinstance(mask, BlockMask):
-        # In a compiled block, the compiler of the block also compiles flex attention.
+        # A BlockMask means no dropout (uses_flex_attention). In a compiled block, the compiler of the block also
+        # compiles flex attention.
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
 
@@ -49,7 +50,9 @@ def attention(
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Return the document number of each token, int64 [B, T], from 1 in each row; None if each row is one document.
+    """Return the document number of each token, int64 [B, T], from 1 in each row.
+
+    On a CPU, return None if each row is one document.
 
     Args:
         position_ids: int64 [B, T], 0 at the first token of each document.
@@ -65,7 +68,7 @@ def document_ids(position_ids: Tensor) -> Tensor | None:
 def uses_flex_attention(tokens: Tensor, dropout: float, head_dim: int) -> bool:
     """Return whether flex attention supports the arguments on this machine.
 
-    It skips the parts of the scores that are fully masked. With a dense mask, `sdpa` computes all of them.
+    Flex attention skips the blocks of scores that are fully masked. With a dense mask, `sdpa` computes all scores.
     """
     return tokens.is_cuda and dropout == 0 and head_dim >= 16 and HAS_TRITON
 
@@ -115,7 +118,7 @@ def attention_masks(
         num_cached: number of positions before `input_ids` whose keys and values are cached.
         attention_mask: [B, T], 0 at padding.
         position_ids: int64 [B, T], restarting from 0 at each document.
-        use_flex: whether to return masks for flex attention, where no positions are cached or padded.
+        use_flex: whether to return masks for flex attention; ignored if positions are cached or padded.
     """
     begin, end, device = num_cached, num_cached + input_ids.shape[1], input_ids.device
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from model.config import GPTConfig
 
 MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
-"""{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. A function
-must return the same names in every call."""
+"""{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. Every forward
+must report the same names."""
 
 # Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-# A chunk has at least this many rows, so on a CPU it exceeds CHUNK_BYTES if the vocabulary has more than 65,536 tokens.
-# With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
+# The limit of a chunk is never below this many rows, so on a CPU it exceeds CHUNK_BYTES if the vocabulary has more than
+# 65,536 tokens. With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
 MIN_CHUNK_ROWS = 128
 # GPU kernels work on tiles of this many rows.
 TILE_ROWS = {"cpu": 1, "cuda": 128}
@@ -34,7 +34,7 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the training objective; edit this function to change the loss of all runs, chunked or not.
+    """Compute the training objective without a teacher; edit this function to change the loss, chunked or not.
 
     Args:
         logits_NV: output of the output projection, at least float32, before any soft-capping.
@@ -50,9 +50,9 @@ def loss_of_logits(logits_NV: Tensor, targets_N: Tensor, config: GPTConfig) -> t
 
 
 def align_targets(labels_BT: Tensor, predicts_next_token: bool) -> Tensor:
-    """Return the target of each position, [B, T], -100 if it has none: the next label, or else its own label.
+    """Return the target of each position, [B, T]: the next label if `predicts_next_token`, otherwise its own label.
 
-    The last position of a row has no next label.
+    The target is -100 where there is none. The last position of a row has no next label.
     """
     return F.pad(labels_BT[:, 1:], (0, 1), value=-100) if predicts_next_token else labels_BT
 
@@ -70,7 +70,7 @@ class Targets(NamedTuple):
     """
 
     tokens_N: Tensor
-    """The next token of each position, int64, -100 where ignored."""
+    """The target of each position (see align_targets), int64, -100 where ignored."""
     teacher_NV: Tensor | None = None
     """Logits of a teacher, which `teacher_weight` and `temperature` mix into the objective."""
     teacher_weight: float = 0.0
@@ -83,11 +83,12 @@ class Targets(NamedTuple):
 
 
 def objective_of_logits(logits_NV: Tensor, targets: Targets, config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `loss_of_logits`, mixed with the KL divergence from the teacher's distributions if there is a teacher.
+    """Compute the training objective: `loss_of_logits`, mixed with the KL divergence from a teacher if there is one.
 
     With a teacher the objective is (1 - weight) loss + weight temperature^2 KL(teacher || model). Both distributions
-    are at `temperature`, and the factor temperature^2 keeps the size of the gradient (Hinton et al. 2015,
-    arXiv:1503.02531, section 2). The metrics are then the loss alone and `teacher_kl`, the divergence in nats.
+    are at `temperature`. With the factor temperature^2 the gradient has about the same size at every temperature
+    (Hinton et al. 2015, arXiv:1503.02531, section 2). The metrics then include `loss`, without the teacher's term, and
+    `teacher_kl`, the divergence in nats.
     """
     loss, metrics = loss_of_logits(logits_NV, targets.tokens_N, config)
     if targets.teacher_NV is None:
@@ -109,8 +110,9 @@ class NextTokenLoss:
 
     Attributes:
         chunked: whether to compute the logits, the loss and the gradient of one chunk of positions after another, so
-            that memory does not grow with B x T x V. On a Zen 5, a step with a vocabulary of 50,257 then took half of
-            the memory and 0.7 of the time (docs/performance.md). None: only if the logits take more than one chunk.
+            that memory does not grow with B x T x V (without a teacher, whose logits are not in chunks). On a Zen 5, a
+            step with a vocabulary of 50,257 then took half of the memory and 0.7 of the time (docs/performance.md).
+            None: only if the logits take more than one chunk.
     """
 
     def __init__(self, config: GPTConfig, chunked: bool | None = None, predicts_next_token: bool = True):
@@ -125,7 +127,7 @@ class NextTokenLoss:
         return rows if is_chunked else None
 
     def compile(self) -> None:
-        """Compile the operations on a chunk's logits: a GPU then reads them twice and writes them once."""
+        """Compile the operations on a chunk's logits: a GPU then reads them twice, and writes their gradient once."""
         self.differentiate = torch.compile(differentiate_loss)
 
     def __call__(
@@ -150,7 +152,8 @@ class NextTokenLoss:
         Returns:
             loss: 0-dim, at least float32, in nats.
             metrics: the auxiliary metrics of `objective_of_logits` and the terms of `auxiliary` as (sum, number of
-                targets), detached. With such terms, the loss without them is "loss".
+                targets), detached. If there are such terms, the metrics also have "loss": the loss without them, or
+                the "loss" of `objective_of_logits` if it reports one.
         """
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), align_targets(labels_BT, self.predicts_next_token).flatten()
         targets = Targets(targets_N, **other_targets)
@@ -215,8 +218,8 @@ def differentiate_loss(
     if not needs_gradient:
         return *objective(logits_NV), None
 
-    # torch.compile would break the graph at torch.autograd.grad, and can differentiate torch.func. Uncompiled,
-    # torch.func keeps all intermediate tensors, and does not support autograd functions without setup_context.
+    # torch.compile would break the graph at torch.autograd.grad, but it can compile torch.func. Uncompiled, torch.func
+    # keeps all intermediate tensors, and does not support autograd functions without setup_context.
     if torch.compiler.is_compiling():
         gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
         return loss, metrics, gradient_NV
@@ -232,7 +235,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
     arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them. Until then, both
-    gradients are in memory: [N, C] in the dtype of the hidden states and [V, C] in float32.
+    gradients are in memory: [N, C] in the dtype of the hidden states and [V, C] in at least float32.
     """
 
     @staticmethod
@@ -242,9 +245,9 @@ class ChunkedLoss(torch.autograd.Function):
         weight_VC: Tensor,
         targets: Targets,
         chunk_rows: int,
-        loss: NextTokenLoss,
+        loss_function: NextTokenLoss,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        # Matrix products are in the dtype of autocast, sums at least in float32.
+        # Matrix products are in the dtype of autocast or, without it, of the hidden states; sums at least in float32.
         device, needs_gradient = hidden_NC.device.type, any(ctx.needs_input_grad)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NC.dtype
         sum_dtype = torch.promote_types(dtype, torch.float32)
@@ -259,22 +262,25 @@ class ChunkedLoss(torch.autograd.Function):
             chunks = hidden_NC.to(dtype).split(chunk_rows), grad_hidden_NC.split(chunk_rows)
             for index, (hidden, grad_hidden) in enumerate(zip(*chunks, strict=True)):  # [chunk_rows, C] each
                 # The logits of the chunk, its loss and the gradient of its logits.
-                logits = loss.linear(hidden, weight)  # [chunk_rows, V]
+                logits = loss_function.linear(hidden, weight)  # [chunk_rows, V]
                 chunk_targets = targets.rows(index * chunk_rows, chunk_rows)
-                loss_sum, sums, grad_logits = loss.differentiate(logits, chunk_targets, loss.config, needs_gradient)
+                loss_sum, sums, grad_logits = loss_function.differentiate(
+                    logits, chunk_targets, loss_function.config, needs_gradient
+                )
                 total += loss_sum
                 metrics = {name: metrics.get(name, 0) + value for name, value in sums.items()}
 
                 # The gradients of the hidden states and of the output projection.
                 if grad_logits is not None and grad_weight_VC is not None:
-                    grad_hidden.copy_(loss.linear(grad_logits, weight.t()))
+                    grad_hidden.copy_(loss_function.linear(grad_logits, weight.t()))
                     # addmm_ adds the product without a temporary [V, C]. On a Zen 5 that was 1.19 times as fast for a
                     # vocabulary of 50,257, but slower in chunks of 512 or more rows (benchmarks/LOG.md, 2026-11-24).
-                    # It needs one dtype, and on a CPU its result differs between processors (distributed/cpu.py).
+                    # It needs one dtype. Exact runs leave it out: on a CPU it computes with MKL, which they avoid
+                    # (training/cpu_kernels.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight_VC.addmm_(grad_logits.t(), hidden)
                     else:
-                        grad_weight_VC += loss.linear(grad_logits.t(), hidden.t())
+                        grad_weight_VC += loss_function.linear(grad_logits.t(), hidden.t())
 
                 del logits, grad_logits  # frees their memory before the next chunk allocates as much
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)

@@ -39,9 +39,10 @@ def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
     """Run the first backward of a process; the caller discards the gradients.
 
-    In its first backward, DDP decides by the order in which gradients arrive which of them share a bucket, and so in
-    which order they are added, which changes the rounding. Here the gradients arrive in the reverse order of the
-    parameters, whichever of them the batch uses. So a resumed run sums in the same order as a run that never stopped.
+    DDP groups the gradients into buckets by the order in which they arrive in its first backward. The buckets decide in
+    which order the processes' gradients are added, and so the rounding. Here the gradients arrive in the reverse order
+    of the parameters, whichever of them the batch uses. So a resumed run sums in the same order as a run that never
+    stopped.
     """
     if isinstance(model, DistributedDataParallel):
         parameters = trainable_parameters(model)
@@ -59,12 +60,12 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
 def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    It begins at 65,536, is halved for every skipped update, which overflowed, and doubled after every 2,000 others.
-    torch.amp.GradScaler has the same start, but doubles after 2,000 updates in a row without a skip, which it has to
-    count. This scale is a function of counters that checkpoints contain anyway.
+    It begins at 65,536, is halved for every skipped update, as if each had overflowed, and doubled after every 2,000
+    others. torch.amp.GradScaler has the same start, but doubles after 2,000 updates in a row without a skip, which it
+    has to count. This scale is a function of counters that checkpoints contain anyway.
 
     Args:
-        precision: of the mixed-precision training, such as "fp16".
+        precision: the mixed precision of the run, such as "fp16".
         step: from 0.
         skipped: number of skipped updates before this step.
     """
@@ -72,7 +73,7 @@ def loss_scale(precision: str, step: int, skipped: int) -> float:
 
 
 def fill_missing_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Give every parameter that no micro-batch used a gradient of zero, and return the gradients of all."""
+    """Set each gradient that is None, of a parameter that no micro-batch used, to zero; return the gradients of all."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:

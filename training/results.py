@@ -1,17 +1,17 @@
 """The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step later.
 
 The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
-device computes the next step. One all-reduce gathers all values of a step, because each has a latency. After
-`register_names`, `train_step` and the loop call:
+device computes the next step. One all-reduce gathers all values of a step, because every all-reduce has a latency.
+After `register_names`, `train_step` and the loop call:
 
 1. `start_all_reduce` after the last backward. The all-reduce overlaps the clipping of the gradients.
 2. `add_grad_norm` after the clipping. It waits for the all-reduce and starts the copy to the host.
 3. `read`, which returns the result of the previous step. With `wait`, it waits for the result of the current step. The
-   loop does so only if something depends on that result: a log line, an evaluation, a checkpoint, or, if updates may be
-   skipped, every update.
+   loop waits only before a log line, an evaluation or a checkpoint. If updates may be skipped, `train_step` has waited
+   already, before every update.
 
-The all-reduce also carries the stop flag: a process that received a signal, or whose checkpoint could not be written,
-sets it, and all processes then stop after the same step.
+The all-reduce also carries the stop flag: a process that received a signal, or whose checkpoint could not be written
+(unless `checkpoint.on_failure` is continue), sets it, and all processes then stop after the same step.
 """
 
 import math
@@ -187,7 +187,7 @@ class Results:
             values += [loss, *(value for pair in auxiliary.values() for value in pair)]
 
         # Each process fills only its own row. The sum over processes then adds zeros, so it gathers the rows without
-        # rounding, and the host adds the micro-batches in the same order on any number of processes.
+        # rounding. The host adds the micro-batches, with the same result on any number of processes (fsum_or_nan).
         shape = self.num_processes, MICRO_BATCHES + len(values)
         rows = torch.zeros(shape, dtype=sum_dtype(self.device), device=self.device)  # [processes, columns]
         if self.rank == 0:
@@ -212,10 +212,11 @@ class Results:
         pending.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
     def read(self, wait: bool = False) -> Result | None:
-        """Return the newest result that needs no waiting, that of the previous step; None if there is none yet.
+        """Return the result of the previous step, without waiting for the current one; None if there is none yet.
 
         With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
-        too, so that all processes stop after it. A result that has been read is returned again.
+        too, so that all processes stop after it. A result that has been read is returned again. So if updates may be
+        skipped, the loop always gets the result of the current step, which `train_step` has read.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
