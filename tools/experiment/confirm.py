@@ -28,6 +28,8 @@ from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
 
+MIN_RUNS = 2  # of each variant, before it is compared: without a race, nothing else tells how much runs scatter
+
 
 def main(config: ConfirmConfig) -> None:
     """Train the variants, save the table and print it.
@@ -180,8 +182,8 @@ def compare(
     names = list(variants)
     groups = [runs.group(variants[name], FIRST_RESERVED_SEED, 2**63) for name in names]
     indices = [(names.index(against), names.index(name)) for name, against in pairs]
-    known = [pair for pair in indices if all(len(groups[index].values) >= verdicts.MIN_RUNS for index in pair)]
-    found = verdicts.compare([group.values for group in groups], known, margin) if known else None
+    known = [pair for pair in indices if all(len(groups[index].values) >= MIN_RUNS for index in pair)]
+    found = verdicts.compare([group.values for group in groups], known) if known else None
     q = verdicts.q_values(found.p) if found else []
     rows = []
     for (name, against), pair in zip(pairs, indices, strict=True):

@@ -36,6 +36,8 @@ from tools.jobs.launch import Launch
 from tools.jobs.runner import EXIT_STOPPED, JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
+RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
+CLEAR_HARM = 4.0  # standard errors, perhaps of a single run: enough to save the runs of an idea in later rounds
 MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.005
 
 
@@ -344,7 +346,7 @@ class Race:
     def check_baseline(self, must_raise: bool = True) -> str:
         """Return why the baseline cannot be compared with, if its first runs failed, or raise that as RunError."""
         results = self.runs.of_variant(self.variants[""])
-        is_broken = len(results) >= verdicts.MIN_RUNS and all(result.failure for result in results)
+        is_broken = len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results)
         problem = results[0].failure if is_broken else ""
         if problem and must_raise:
             raise RunError(f"the baseline does not train: {problem}")
@@ -380,8 +382,9 @@ class Race:
 
 
 def races_on(finding: Finding) -> bool:
-    """Return whether an idea races in the next round: it neither fails nor harms, and it changes something."""
-    return finding.verdict not in ("failed", "worse", "identical")
+    """Return whether an idea races in the next round: it neither fails nor clearly harms, and it changes something."""
+    is_harmful = finding.verdict == "worse" or finding.effect > CLEAR_HARM * finding.standard_error
+    return finding.verdict not in ("failed", "identical") and not is_harmful
 
 
 def file_time(text: str) -> int:

@@ -24,11 +24,12 @@ import numpy as np
 from scipy import optimize, special, stats
 
 LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
-MIN_BASELINE_RUNS, MIN_RUNS = 4, 2  # before anything is computed
-MIN_RUNS_OF_DISCOVERY = 4  # of an idea: two runs do not show whether it scatters more than others
-# The standard deviation of the mixture over effects, relative to the margin. It tunes for which effects the intervals
-# are shortest, and the rates hold for any value.
-MIXTURE_SCALE = 2.0
+MIN_BASELINE_RUNS = 4  # before anything is computed
+MIN_ERROR = 1e-12  # of a logarithm: runs with equal results have a variance of 0
+MIN_RUNS_OF_DISCOVERY = 4  # of an idea: fewer do not show whether it scatters more than others
+# The standard deviation of the mixture over effects, in standard deviations of a run. It tunes for which effects the
+# intervals are shortest, and the rates hold for any value.
+MIXTURE_SCALE = 1.0
 OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next run is chosen
 # Degrees of freedom of the common variance, at most. Without a limit, the intervals of ideas that scatter much more
 # than the others are too short.
@@ -60,7 +61,7 @@ class Finding:
 
     verdict: Verdict = "unknown"
     effect: float = math.nan
-    """Difference of the mean log loss from the baseline's; negative is better. NaN before MIN_RUNS runs."""
+    """Difference of the mean log loss from the baseline's; negative is better. NaN before the first run."""
     half_width: float = math.inf
     """The 95% interval, which holds at every look, is effect - half_width to effect + half_width."""
     p: float = 1.0
@@ -119,13 +120,12 @@ class Differences:
     standard_errors: np.ndarray
 
 
-def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]], margin: float) -> Differences:
+def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> Differences:
     """Compare the means of pairs of groups by intervals and p-values that hold at every look.
 
     Args:
         groups: log losses, at least one in each group of a pair.
         pairs: (baseline, variant), indices of groups.
-        margin: effects of about this size get the shortest intervals, as a log ratio.
     """
     variances, freedom, total = moderate_variances(groups)
     means = np.array([np.mean(group) if len(group) else math.nan for group in groups])
@@ -138,14 +138,17 @@ def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]],
     weights = squared_errors**2 / freedom
     with np.errstate(invalid="ignore", divide="ignore"):
         difference_freedom = np.minimum(sums**2 / (weights[first] + weights[second]), total)
-    errors = np.sqrt(sums).clip(1e-12)
+    errors = np.sqrt(sums).clip(MIN_ERROR)
     difference_freedom = np.nan_to_num(difference_freedom, nan=1.0).clip(1)
     effects = means[second] - means[first]
 
     # The t-statistic becomes the normal quantile of the same tail, and the mixture over effects ~ N(0, scale^2) turns
     # that into a martingale: its inverse is the p-value, and the effects that it does not reject are the interval.
+    # The scale follows the scatter of single runs, so the intervals suit losses that vary by 0.1% and by 10% alike, and
+    # their width in standard errors depends on little but the numbers of runs.
     z = stats.norm.isf(stats.t.sf(np.abs(effects) / errors, difference_freedom).clip(1e-300))
-    ratio = (MIXTURE_SCALE * margin / errors) ** 2
+    run_deviation = np.sqrt((variances[first] + variances[second]) / 2).clip(MIN_ERROR)
+    ratio = (MIXTURE_SCALE * run_deviation / errors) ** 2
     p = np.exp(np.minimum(0.0, (np.log1p(ratio) - z**2 * ratio / (1 + ratio)) / 2))
     boundary = np.sqrt((1 + 1 / ratio) * (2 * math.log(1 / LEVEL) + np.log1p(ratio)))
     half_widths = errors * stats.t.isf(stats.norm.sf(boundary), difference_freedom)
@@ -173,15 +176,11 @@ def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Findi
     - unknown: none of these yet.
     """
     findings = [Finding("failed") if fails_more_often(idea, baseline) else Finding() for idea in ideas]
-    measured = [
-        index
-        for index, idea in enumerate(ideas)
-        if findings[index].verdict != "failed" and len(idea.values) >= MIN_RUNS
-    ]
+    measured = [index for index, idea in enumerate(ideas) if findings[index].verdict != "failed" and idea.values]
     if len(baseline.values) < MIN_BASELINE_RUNS or not measured:
         return findings
     groups = [baseline.values, *(ideas[index].values for index in measured)]
-    found = compare(groups, [(0, number) for number in range(1, len(groups))], margin)
+    found = compare(groups, [(0, number) for number in range(1, len(groups))])
 
     # An idea that is not measured yet, or fails, is in the family with a p-value of 1.
     p = np.ones(len(ideas))
@@ -231,10 +230,11 @@ BASELINE = -1
 def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Finding]) -> int | None:
     """Return the idea whose next run helps most to find the best one, BASELINE, or None if the round is over.
 
-    First every variant is trained a few times. Then a run goes to the idea that may be the best: the one with the
-    lowest effect minus OPTIMISM standard errors (upper confidence bound: Lai and Robbins 1985; Auer 2002). The
-    baseline, which all ideas share, is trained about as often as the square root of the number of open ideas times one
-    of them, which makes the differences as precise as possible for the number of runs (Dunnett 1955).
+    First the baseline is trained a few times, and every idea once. Then a run goes to the idea that may be the best:
+    the one with the lowest effect minus OPTIMISM standard errors (upper confidence bound: Lai and Robbins 1985; Auer
+    2002), so an idea whose first run is far behind gets no second one. The baseline, which all ideas share, is trained
+    about as often as the square root of the number of open ideas times one of them, which makes the differences as
+    precise as possible for the number of runs (Dunnett 1955).
 
     Runs that are pending count as if they had confirmed what is known.
     """
@@ -245,8 +245,8 @@ def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Find
     if runs(baseline) < MIN_BASELINE_RUNS:
         return BASELINE
     open_ideas = [index for index, finding in enumerate(findings) if not finding.is_settled]
-    if first_runs := [index for index in open_ideas if runs(ideas[index]) < MIN_RUNS]:
-        return min(first_runs, key=lambda index: runs(ideas[index]))
+    if first_runs := [index for index in open_ideas if not runs(ideas[index])]:
+        return first_runs[0]
     open_ideas = [index for index in open_ideas if math.isfinite(findings[index].effect)]
     if not open_ideas or is_decided(findings):
         return None

@@ -41,10 +41,10 @@ def test_better_ideas_join_the_baseline_one_after_another(experiments):
     assert [entry["stack"] for entry in result["rounds"]] == [[], [A], [A, B]]
     assert [sorted(idea["idea"] for idea in entry["ideas"]) for entry in result["rounds"]] == [
         sorted(ideas),
-        sorted([B, NOTHING]),  # what is worse does not race again
+        sorted([B, NOTHING]),  # an idea that clearly harms does not race again, even after one run
         [NOTHING],
     ]
-    assert by_idea(result) == {A: "better", B: "better", NOTHING: "no gain", WORSE: "worse"}
+    assert by_idea(result) == {A: "better", B: "better", NOTHING: "no gain", WORSE: "no gain"}
     for entry, effects in zip(result["rounds"], ({A: -0.3, B: -0.2, WORSE: 0.4}, {B: -0.2}, {NOTHING: 0}), strict=True):
         found = {idea["idea"]: idea for idea in entry["ideas"]}
         for idea, effect in effects.items():
@@ -73,14 +73,18 @@ def test_ideas_that_hurt_together_do_not_join_both(experiments):
     experiments.hook(f"if {together}:\n    settings['model.effect_c'] = 1.3")
     result = experiments.race(A, B)
     assert result["stack"] == [A]
-    assert [idea["verdict"] for entry in result["rounds"] for idea in entry["ideas"]] == ["better", "better", "worse"]
+    assert [idea["verdict"] for entry in result["rounds"] for idea in entry["ideas"]] == [
+        "better",
+        "unknown",
+        "no gain",
+    ]
 
 
 def test_one_idea_is_a_race_of_one(experiments):
     result = experiments.race(A)
     assert by_idea(result) == {A: "better"} and result["stack"] == [A] and len(result["rounds"]) == 1
     assert result["runs"] < 12
-    assert by_idea(experiments.race(WORSE)) == {WORSE: "worse"}
+    assert by_idea(experiments.race(WORSE)) == {WORSE: "no gain"}
     assert len(experiments.started()) < 4, "the baseline's runs are those of the first race"
 
 
@@ -249,9 +253,9 @@ def test_second_command_in_a_folder_is_refused(experiments):
 
 def test_first_runs_are_of_all_variants(experiments):
     """Runs in training count as if they had ended."""
-    experiments.race(A, B, jobs=8, runs=8)
+    experiments.race(A, B, jobs=8, runs=6)
     kinds = [(run["model.effect_a"], run["model.effect_b"]) for run in experiments.trained()]
-    assert kinds.count((1, 1)) == 4 and kinds.count((0.7, 1)) == kinds.count((1, 0.8)) == 2
+    assert kinds.count((1, 1)) == 4 and kinds.count((0.7, 1)) == kinds.count((1, 0.8)) == 1
 
 
 # Code
@@ -282,7 +286,7 @@ def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
     result = experiments.race(str(patches.folder), A.replace("0.7", "0.9"))
     assert result["stack"] == [one, "--model.effect_a 0.9"]
     found = {idea["idea"]: idea for idea in result["ideas"]}
-    assert found[two]["verdict"] == "better" and found[two]["effect"] == pytest.approx(-0.2, abs=0.01)
+    assert found[two]["round"] == 1 and found[two]["effect"] == pytest.approx(-0.2, abs=0.01)
     assert "git apply fails" in found[two]["message"] and "train.py" in found[two]["message"]
     assert f"{two}: git apply fails" in experiments.race(str(patches.folder), A.replace("0.7", "0.9"), json=False)
 
@@ -290,7 +294,7 @@ def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
 def test_idea_that_sets_a_setting_of_the_stack_is_out(experiments):
     other = "--model.effect_a 0.8"
     result = experiments.race(A, other)
-    assert result["stack"] == [A] and by_idea(result)[other] == "better"
+    assert result["stack"] == [A] and by_idea(result, "runs")[other] == 1
     assert by_idea(result, "message")[other] == f"sets model.effect_a, as {A!r} in the baseline does"
     assert not [run for run in experiments.trained() if run["model.effect_a"] == 0.56]
 
@@ -347,7 +351,7 @@ def test_patch_of_a_config_file(experiments, patches):
     patch = patches.folder / "lr.patch"
     patch.write_text(patches.git("diff"))
     patches.git("checkout", "--quiet", ".")
-    assert by_idea(experiments.race(str(patch))) == {str(patch): "worse"}
+    assert by_idea(experiments.race(str(patch))) == {str(patch): "no gain"}
 
 
 def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
