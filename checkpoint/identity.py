@@ -6,6 +6,7 @@ Every session writes them into sessions.jsonl and its checkpoints. Resuming, rep
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,32 @@ def training_code(root: Path) -> dict[Path, bytes]:
     later. git is not needed.
     """
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
-    imported = {"train", script.stem} if script.parent == root.resolve() else {"train"}
+    names = {"train", script.stem} if script.parent == root.resolve() else {"train"}
+    imported: set[str] = set()
     words: set[str] = set()
+    found: set[Path] = set()  # files and the files in folders that are imported
     code: dict[Path, bytes] = {}
     while True:
-        found = {file for name in imported for file in (root / f"{name}.py", *(root / name).rglob("[!.]*.py"))}
-        new = [file for file in found - code.keys() if file.is_file() and (file.parent == root or file.stem in words)]
+        for name in names - imported - NOT_TRAINING:
+            found.update(file for file in (root / f"{name}.py", *(root / name).rglob("[!.]*.py")) if file.is_file())
+        imported |= names
+        new = [file for file in found - code.keys() if file.parent == root or file.stem in words]
         if not new:
             return code
         for file in new:
             code[file] = file.read_bytes()
-            text = code[file].decode(errors="replace")
-            words.update(re.findall(r"\w+", text))
-            for module, modules in IMPORT.findall(text):
-                imported.update(re.findall(r"(?:^|,)\s*(\w+)", module or modules))
-        imported -= NOT_TRAINING
+            its_words, its_names = words_and_imports(code[file])
+            words |= its_words
+            names = names | its_names
+
+
+@cache  # a sweep hashes the same code before every run
+def words_and_imports(code: bytes) -> tuple[frozenset[str], frozenset[str]]:
+    """Return all words of a Python file, and the first names of what it imports."""
+    text = code.decode(errors="replace")
+    imports = [module or modules for module, modules in IMPORT.findall(text)]
+    first_names = frozenset(name for names in imports for name in re.findall(r"(?:^|,)\s*(\w+)", names))
+    return frozenset(re.findall(r"\w+", text)), first_names
 
 
 def describe_code(facts: Mapping[str, Any]) -> str:

@@ -252,7 +252,8 @@ class GPTModel(GenerativeModel):
         self.final_norm = make_norm(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.init_weights()
+        if not self.token_embedding.weight.is_meta:  # there is nothing to initialise, slowly
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -288,8 +289,7 @@ class GPTModel(GenerativeModel):
             if path.rpartition(".")[-1] in ("out_proj", "down_proj"):
                 std = 0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layers)
             weight = module.weight
-            # On the meta device normal_ does nothing, and there is no generator, so pass one of the CPU.
-            generator = torch.Generator("cpu" if weight.is_meta else weight.device)
+            generator = torch.Generator(weight.device)
             generator.manual_seed(derive_seed(torch.initial_seed(), "initial weights", f"{path}.weight"))
             weight.normal_(std=std, generator=generator)
 
