@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import stats
 
 LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
 MIN_BASELINE_RUNS = 4  # before anything is computed
@@ -31,9 +31,9 @@ MIN_RUNS_OF_DISCOVERY = 4  # of an idea: fewer do not show whether it scatters m
 # intervals are shortest, and the rates hold for any value.
 MIXTURE_SCALE = 1.0
 OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next run is chosen
-# Degrees of freedom of the common variance, at most. Without a limit, the intervals of ideas that scatter much more
-# than the others are too short.
-MAX_PRIOR_FREEDOM = 6.0
+# Degrees of freedom of the common variance in that of an idea. With fewer, intervals after one run say nothing; with
+# more, those of ideas that scatter much more than the others are too short (simulated in the tests).
+PRIOR_FREEDOM = 6.0
 
 Verdict = Literal["better", "worse", "no gain", "unknown", "failed", "identical"]
 
@@ -79,10 +79,10 @@ class Finding:
 
 
 def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, float]:
-    """Shrink the sample variance of each group toward the common one.
+    """Shrink the sample variance of each group toward the common one, which has PRIOR_FREEDOM degrees of freedom.
 
-    The prior, a scaled inverse chi-squared distribution of the true variances, is estimated by the moments of the log
-    sample variances (Smyth 2004, section 6.2).
+    Smyth (2004, section 6.2) estimates that number from the scatter of the variances. With a degree of freedom or two
+    each, these scatter so much that the estimate, and with it the width of all intervals, is mostly chance.
 
     Returns:
         The shrunk variances [groups], their degrees of freedom [groups], and the degrees of freedom of all groups
@@ -90,24 +90,12 @@ def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
     """
     freedom = np.array([max(len(group) - 1, 0) for group in groups], float)
     variances = np.array([np.var(group, ddof=1) if len(group) > 1 else 0.0 for group in groups])
-    is_known = (freedom > 0) & (variances > 0)
-    total = float(freedom[is_known].sum())
-    if not total:
-        return np.zeros(len(groups)), np.ones(len(groups)), 1.0
-
-    # The log of a sample variance with d degrees of freedom has the mean log(s^2) + digamma(d / 2) - log(d / 2) and the
-    # variance trigamma(d / 2). What the log variances vary more than that is the variance of the prior.
-    d, known = freedom[is_known], variances[is_known]
-    logs = np.log(known) - special.digamma(d / 2) + np.log(d / 2)
-    excess = float(np.var(logs, ddof=1) - special.polygamma(1, d / 2).mean()) if len(logs) > 1 else 0.0
-    prior_freedom, prior = MAX_PRIOR_FREEDOM, float(np.average(known, weights=d))  # they do not vary more
-    if excess > special.polygamma(1, MAX_PRIOR_FREEDOM / 2):
-        root: Any = optimize.brentq(lambda x: special.polygamma(1, x) - excess, 1e-4, MAX_PRIOR_FREEDOM)
-        prior_freedom = 2 * root
-        prior = math.exp(logs.mean() + special.digamma(prior_freedom / 2) - math.log(prior_freedom / 2))
-
-    shrunk = (prior_freedom * prior + freedom * variances) / (prior_freedom + freedom)
-    return shrunk, np.minimum(prior_freedom + freedom, total), total
+    total = float(freedom.sum())
+    if not variances.any():
+        return variances, np.ones(len(groups)), 1.0
+    common = float(np.average(variances, weights=freedom))
+    shrunk = (PRIOR_FREEDOM * common + freedom * variances) / (PRIOR_FREEDOM + freedom)
+    return shrunk, np.minimum(PRIOR_FREEDOM + freedom, total), total
 
 
 @dataclass(frozen=True)

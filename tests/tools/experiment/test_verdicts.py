@@ -178,15 +178,23 @@ def test_effects_of_discoveries_are_hardly_biased():
 # Variances
 
 
-def test_prior_of_variances_is_recovered():
-    """Of many groups whose true variances have a known distribution: 6 degrees of freedom, scale 2."""
-    random = np.random.default_rng(3)
-    true = 6 * 2 / random.chisquare(6, 4000)
-    groups = random.normal(0, np.sqrt(true)[:, None], (4000, 5))  # 4 degrees of freedom each
-    shrunk, freedom, _ = verdicts.moderate_variances([*groups])
-    slope, intercept = np.polyfit(np.var(groups, axis=1, ddof=1), shrunk, 1)
-    assert (slope, intercept) == pytest.approx((4 / 10, 6 * 2 / 10), rel=0.1)
-    assert freedom == pytest.approx([10.0] * 4000, rel=0.1)
+def test_variances_are_shrunk_toward_the_common_one():
+    groups = np.random.default_rng(3).normal(0, [[1.0], [2.0], [3.0]], (3, 5))  # 4 degrees of freedom each
+    shrunk, freedom, total = verdicts.moderate_variances([*groups, [7.0]])
+    variances = np.var(groups, axis=1, ddof=1)
+    common = variances.mean()
+    assert shrunk == pytest.approx([*(0.6 * common + 0.4 * variances), common])
+    assert freedom == pytest.approx([10, 10, 10, 6]) and total == 12
+
+
+def test_interval_of_few_runs_does_not_depend_on_the_scatter_of_variances():
+    """Of 36 ideas with two runs each, whose sample variances differ by much."""
+    random = np.random.default_rng(0)
+    widths = []
+    for _ in range(50):
+        ideas = [group(*random.normal(0, DEVIATION, 2)) for _ in range(36)]
+        widths += [found.half_width for found in assess(group(*random.normal(0, DEVIATION, 6)), ideas, MARGIN)]
+    assert np.quantile(widths, 0.99) < 3 * np.median(widths)
 
 
 def test_equal_variances_are_pooled():
