@@ -107,6 +107,9 @@ def load_teacher(config: TrainConfig, corpus: Corpus) -> tuple[TrainConfig, Load
     """
     config, loaded = load_given_model(config, "teacher.path", "teacher.hash")
     path, teacher = str(config.teacher.path), loaded.model.config
+    if loaded.config is None and not loaded.model.predicts_next_token:  # models of transformers predict the next one
+        problem = f"teacher.path: {path} predicts the next token, and this model does not"
+        raise ConfigError(f"{problem}; choose a run of this code")
     check_tokenizer(path, loaded.tokenizer, None, corpus)
     if teacher.vocab_size != config.model.vocab_size:
         problem = f"model.vocab_size: {config.model.vocab_size}, but {teacher.vocab_size} in the teacher {path}"

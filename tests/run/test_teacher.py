@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from config.errors import ConfigError
 from config.parser import parse_config
 from data.corpus import load_corpus
+from model.gpt import GPTModel
 from pretrained.load import hash_weights, load_run
 from run.resolve import resolve
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
@@ -142,6 +143,12 @@ def test_replaced_or_missing_teacher_is_refused(made):
 def test_settings_that_contradict_teacher_are_refused(settings, message, made):
     with pytest.raises(ConfigError, match=message):
         resolve(parse_config(recipe(made, *settings.split())))
+
+
+def test_teacher_that_predicts_other_tokens_is_refused(made, monkeypatch):
+    monkeypatch.setattr(GPTModel, "predicts_next_token", False)
+    with pytest.raises(ConfigError, match="teacher.path: .*large predicts the next token, and this model does not"):
+        resolve(parse_config(["--config", str(made / "recipe.yaml"), "--evaluation.num_scored_generations", "0"]))
 
 
 def test_teacher_with_another_tokenizer_is_refused(made, tmp_path):
