@@ -21,6 +21,7 @@ from tools.experiment.race import (
     open_experiment,
     resolve_baseline,
     run_with_json,
+    with_base,
 )
 from tools.experiment.record import Record
 from tools.experiment.runs import FIRST_RESERVED_SEED, Next, Runs
@@ -44,7 +45,7 @@ def main(config: ConfirmConfig) -> None:
 
 def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
     """Train the variants, save the table and return it as lines."""
-    baseline, recipe = resolve_baseline(recipe)
+    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas))
     folder = experiment_folder(config, recipe, baseline)
     ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()] or newest_stack(folder)
     if config.data_seed is not None:
@@ -155,12 +156,14 @@ def say_cost(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Var
 def train(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]) -> None:
     """Train all variants with the reserved seeds, one seed after another."""
     start_time = time.monotonic()
-    todo = [
+    planned = [
         (variant, FIRST_RESERVED_SEED + seed)
         for variants in sizes.values()
         for seed in range(config.seeds)
         for variant in variants.values()
     ]
+    # Variants that train the same, such as an idea with the baseline's settings, have their runs in common.
+    todo = [*{(variant.digest, seed): (variant, seed) for variant, seed in planned}.values()]
 
     def next_run() -> Next:
         elapsed = time.monotonic() - start_time
@@ -201,5 +204,7 @@ def compare(
                 row["verdict"] = "unknown"
         if verdicts.fails_more_often(group, against_group):
             row["verdict"] = "failed"
+        if variants[name].digest == variants[against].digest:
+            row["verdict"] = "identical"
         rows.append(row)
     return rows

@@ -73,15 +73,19 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     """Race the ideas of a command and return the result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
-    if len(config.ideas) == 1 and idea_texts(config.ideas) == config.ideas and (base := parse_idea(*config.ideas).base):
-        recipe = replace(recipe, commit=base)  # a branch is compared with the commit that it is based on
-    baseline, recipe = resolve_baseline(recipe)
+    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas))
     running = Race(config, recipe, baseline, jobs)
     running.run()
     result = report.describe_race(running.file)
     if config.compute_multiplier:
         result["compute_multiplier"] = running.compute_multiplier()
     return [json.dumps(result)] if config.print_json else report.race_lines(result)
+
+
+def with_base(recipe: Recipe, ideas: Sequence[str]) -> Recipe:
+    """Return the recipe with the commit that a branch is based on, if that is the only idea."""
+    base = parse_idea(*ideas).base if len(ideas) == 1 and idea_texts(ideas) == list(ideas) else None
+    return replace(recipe, commit=base) if base else recipe
 
 
 def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:

@@ -81,6 +81,12 @@ def test_named_ideas_at_sizes_on_other_data(experiments):
     assert len(list(experiments.folder().glob("confirmations/*.json"))) == 2
 
 
+def test_idea_that_changes_nothing_is_confirmed_as_such(experiments):
+    [found] = experiments.confirm("--model.effect_a 1.0", seeds=2)["differences"]
+    assert found["effect"] == 0 and found["verdict"] == "identical"
+    assert len(experiments.started()) == 2, "the runs of one variant"
+
+
 def test_patches_are_confirmed(experiments, patches):
     one, two = patches.effect("one", 1, 0.7), patches.effect("two", 2, 0.8)
     assert experiments.race(str(patches.folder))["stack"] == [one, two]

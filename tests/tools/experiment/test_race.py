@@ -310,6 +310,8 @@ def test_branch_and_working_tree_are_compared_with_their_base(experiments, patch
     git("commit", "--quiet", "--all", "--message", "an idea")
     again = experiments.race("mine --optimizer.lr 1.0")
     assert again["ideas"][0]["effect"] == result["ideas"][0]["effect"] and not experiments.started()
+    [confirmed] = experiments.confirm("mine --optimizer.lr 1.0", seeds=4)["differences"]
+    assert confirmed["effect"] == pytest.approx(-0.25, abs=0.01), "with the base too, though HEAD is the branch"
 
 
 def test_another_edit_is_another_race(experiments, patches):
