@@ -287,10 +287,22 @@ class Race:
                 keys, findings = self.findings()
                 # If the budget is spent, another idea may be better than the best.
                 if (best := verdicts.best_idea(findings)) is None:
+                    self.say_if_too_short(findings)
                     return
                 self.accept(keys[best])
             if not self.open_next_round():
                 return
+
+    def say_if_too_short(self, findings: Sequence[Finding]) -> None:
+        """Print what a verdict needs, if the minutes of this command sufficed for no estimate."""
+        if self.config.minutes and self.runs.durations and all(math.isnan(found.effect) for found in findings):
+            needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
+            seconds = sum(self.runs.durations) / len(self.runs.durations)
+            print(
+                f"minutes: {self.config.minutes:g} were enough for {len(self.runs.durations)} runs, which took "
+                f"{seconds:.0f} s each; a verdict needs at least {needed}. The same command goes on from here.",
+                file=sys.stderr,
+            )
 
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""

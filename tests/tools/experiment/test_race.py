@@ -198,6 +198,9 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     result = experiments.race(NOTHING, **options)
     assert 5 <= result["runs"] <= 7
     assert 5 <= experiments.race(NOTHING, **options)["runs"] - result["runs"] <= 7
+    assert "minutes:" not in experiments.errors
+    experiments.race(A, "--steps", "90", minutes=3, jobs=1)
+    assert "minutes: 3 were enough for 3 runs, which took 60 s each; a verdict needs at least" in experiments.errors
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
