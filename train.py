@@ -125,8 +125,8 @@ def train(
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # With `tracking.block_stats`, measure the norms of the weights and gradients of each block, and the size of its
-    # output. A hook of the optimizer measures the norms before its step, and hooks of the blocks measure their outputs.
+    # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the size of
+    # its output. Hooks of the optimizer measure the norms, and hooks of the blocks measure their outputs.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # Prepare to load the data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -192,7 +192,8 @@ def train(
             stop_now = completed == config.stop_after and completed < config.steps
             save_now = is_due(config.checkpoint.every, config, completed) or stop_now
 
-            # A CUDA graph would not run the hooks of the blocks.
+            # Record the statistics of the blocks, if they are enabled, in steps that log. A recorded step uses no CUDA
+            # graph, because a graph would not run the hooks.
             with block_statistics.record(log_now):
                 # If a save has failed, ask all processes to stop. They stop together, after this step or the next one,
                 # and `saver.save` raises the reason. With `checkpoint.on_failure: continue`, `failed` stays False.
@@ -223,7 +224,7 @@ def train(
                     digest.check_replicas(completed)
                 metrics["state/digest"] = str(digest)
 
-            # The metrics of this step. The digest waited for its update, so the throughput is that of whole steps.
+            # The metrics of this step. The digest waited for the update, so the throughput is that of whole steps.
             if log_now:
                 assert result is not None, "with `wait`, `read` returns the result of this step"
                 metrics |= {f"train/{name}": mean for name, mean in result.means.items()}
@@ -415,7 +416,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
     """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
 
-    The micro-batches are from steps `step` and `step` + 1, because a step may have only one micro-batch.
+    If step `step` has only one micro-batch, the second one is from the next step.
     """
     run = Run.from_config(config)
     config, corpus, models = resolve(config.replace(cuda_graph=True), run)

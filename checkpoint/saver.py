@@ -46,7 +46,8 @@ class Saver(AbstractContextManager):
 
     With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
     `sync_metrics` is called before a checkpoint is renamed, to flush the logged rows of its steps to disk, and
-    `record_progress` after it, with its step.
+    `record_progress` after it, with its step. With `has_tokenizer` False, the manifest records that the data have no
+    tokenizer, so that nothing looks for one.
     """
 
     def __init__(

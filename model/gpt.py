@@ -252,7 +252,7 @@ class GPTModel(GenerativeModel):
         self.final_norm = make_norm(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if not self.token_embedding.weight.is_meta:  # there is nothing to initialise, slowly
+        if not self.token_embedding.weight.is_meta:  # meta tensors have no values, and the loop would take time
             self.init_weights()
 
     @torch.no_grad()
@@ -260,9 +260,9 @@ class GPTModel(GenerativeModel):
         """Initialise the weights (Radford et al. 2019, section 2.3).
 
         Each weight has its own random generator, seeded by the parameter's name and the seed that was last given to
-        torch.manual_seed; so two models built after one call have the same weights. Adding a layer therefore does not
-        change the other weights in this table: with the same seed, variants of a model share the weights whose name,
-        shape and standard deviation they share.
+        torch.manual_seed; so two models built after one call have the same weights. With the same seed, variants of a
+        model share the weights in this table whose name, shape and standard deviation they share. Another n_layers
+        changes the standard deviation of out_proj and down_proj.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
