@@ -42,7 +42,7 @@ class DataConfig(Settings):
     result is cut into sequences. isolated: the same, but attention stays within a document, and positions restart at
     each document. padded: each sequence is one document, truncated or padded. Conversations are packed differently:
     with concat and with isolated, each sequence has as many whole conversations as fit, isolated from each other, or
-    one truncated conversation. In a mixture with conversations, concat is isolated for the other corpora too."""
+    one truncated conversation. In a mixture with conversations, concat packs the other corpora as isolated does."""
 
     hash: str | None = None
     """source text: expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so
@@ -321,8 +321,8 @@ class TrainConfig(Settings):
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
     small model faster than the CPU launches them. Without `exact`, several processes sum the gradients by one
     all-reduce, without DDP. Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in
-    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`, otherwise up to
-    twice the difference between computations without a graph. The first lines of output say what the trial found. It
+    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`; otherwise they may
+    differ by twice as much as gradients without a graph do. The first lines of output say what the trial found. It
     tries only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process
     left to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
 
