@@ -17,13 +17,13 @@ from distributed.signals import ignore_stop_signals
 
 Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`.
-Before `model_inputs` it may also have keys that begin with SCORE_PREFIX.
+A dataset may add keys that begin with SCORE_PREFIX, which `model_inputs` removes.
 
-All sequences have T tokens. A dataset of shorter texts, such as the stories, pads them, and its labels there are -100:
-padding costs time, but it is no target of the loss."""
+All sequences have T tokens. A dataset of shorter texts, such as the stories, pads them. Labels are -100 at the padding,
+so it costs time but does not count in the loss."""
 
 SCORE_PREFIX = "score_"
-"""Keys that begin with it are no arguments of the model: only the scores of an evaluation read them."""
+"""The model does not get keys with this prefix. They are for the scores of an evaluation (see data/corpus.py)."""
 
 SAMPLES_AT_ONCE = 64  # samples that a process without workers loads together
 MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
@@ -134,8 +134,8 @@ class StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s.
 
     Training, tools.replay and the runs of verify.py read their batches by `__getitem__`. To train on shorter sequences
-    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. Both can depend on the
-    number of steps of the run, here `self.global_batches.sizes.steps`.
+    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. If they depend on the number
+    of steps of the run, read it from `self.global_batches.sizes.steps`.
     """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):

@@ -29,9 +29,9 @@ class BatchSizes:
 
     With a batch-size warm-up, the first batch has `warmup_from` sequences, and the size grows by `warmup_from` at
     evenly spaced steps until it is `global_batch_size` at step `warmup_steps`. (If there are fewer steps than
-    increases, several come in one step. If `warmup_steps` is 0, all come at once in the first.) Without a warm-up
-    (`warmup_from` is None) the size is constant. All sizes are multiples of the first: if the processes can split the
-    first into whole micro-batches, they can split all.
+    increases, a step has several of them. If `warmup_steps` is 0, the first batch has `global_batch_size` already.)
+    Without a warm-up (`warmup_from` is None) the size is constant. All sizes are multiples of the first: if the
+    processes can split the first into whole micro-batches, they can split all.
 
     Attributes:
         steps: the number of steps of the run, for a fork whose batches depend on it; None: unknown.
@@ -81,14 +81,14 @@ class BatchSizes:
         return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
     def tokens_before(self, step: int, seq_len: int) -> int:
-        """Return the number of tokens, with padding, in the global batches of steps 0 to `step` - 1.
+        """Return the number of tokens, with padding, in steps 0 to `step` - 1, as if all of them had these sizes.
 
         Edit this method too if you cut the sequences of some steps in `StepDataset` of data/loader.py.
         """
         return self.sequences_before(step) * seq_len
 
     def tokens(self, step: int, seq_len: int, since: tuple[int, int] = (0, 0)) -> int:
-        """Return the number of training tokens of a run, with padding, in steps 0 to `step` - 1.
+        """Return the number of tokens, with padding, in steps 0 to `step` - 1 of a run that may be a branch.
 
         Args:
             step: at least `since[0]`.
@@ -117,8 +117,8 @@ class GlobalBatches:
         It is a contiguous slice of the global batch. The slices of all processes, joined in the order of their ranks,
         are the same global batch for any number of processes.
         """
-        # Compute several steps at once, because 256 positions take far less than 16 times as long as 16: 0.3 instead of
-        # 0.2 ms on one core of an Intel Xeon (for a mixture of two corpora, 1.7 instead of 0.7 ms).
+        # Compute several steps at once, because much of the time does not depend on the number of positions: 16 take
+        # 0.2 ms and 256 take 0.3 ms on one core of an Intel Xeon (for a mixture of two corpora, 0.7 and 1.7 ms).
         num_steps = max(1, POSITIONS_AT_ONCE // (self.sizes.global_batch_size // num_processes))
         first_step = step - step % num_steps
         cache_key = first_step, rank, num_processes
@@ -160,8 +160,8 @@ class MixedBatches(GlobalBatches):
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in the stream of samples to sample indices, both int64 [n]."""
-        # Shuffle the slots, the places within a block. The slots [quota_ends[c] - quotas[c], quota_ends[c]) belong to
-        # corpus c.
+        # Give each position a slot, a random place in its block. The slots [quota_ends[c] - quotas[c], quota_ends[c])
+        # hold samples of corpus c.
         blocks, slots = shuffle_groups(positions, MIX_BLOCK, self.seed, "block")  # int64 [n] each
         corpora = np.searchsorted(self.quota_ends, slots, side="right")  # int64 [n]
 
@@ -233,7 +233,7 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Return `permutation[positions]` for a random permutation of [0, size), in memory that does not grow with `size`.
 
     A small block cipher (a Feistel network) encrypts each position: this map is one to one and looks random. It
-    permutes the numbers below the smallest power of 4, from 4 on, that is at least `size`. A result outside [0, size)
+    permutes [0, 4^k), where 4^k is the smallest of 4, 16, 64, ... that is at least `size`. A result outside [0, size)
     is therefore encrypted again until it is inside ("cycle walking", Black and Rogaway 2002). That keeps the map one to
     one, and takes fewer than 4 encryptions on average.
 

@@ -19,7 +19,7 @@ for flex attention."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask as a function, the mask_mod of flex attention: (row, head, query, key) -> bool, elementwise on indices."""
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent on some ARM machines
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent from CPU builds of torch, and on some ARM machines
 # Uncompiled flex attention materialises all scores. It is compiled on first use, because importing the compiler takes
 # seconds.
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
@@ -33,11 +33,11 @@ def attention(
     dropout: float,
     sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by flex attention if the mask is for it, otherwise by `sdpa`."""
+    """Return softmax(q k^T / sqrt(D)) v, [B, H, T, D], by flex attention if `mask` is a BlockMask, else by `sdpa`."""
     grouped = q_BHTD.shape[1] != k_BKSD.shape[1]  # several query heads share a key and value head
     if isinstance(mask, BlockMask):
-        # A BlockMask means no dropout (uses_flex_attention). In a compiled block, the compiler of the block also
-        # compiles flex attention.
+        # There is no dropout here (see uses_flex_attention). Where torch.compile compiles the transformer block, it
+        # compiles flex attention too.
         attend = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
         return attend(q_BHTD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped)
 
@@ -59,7 +59,8 @@ def document_ids(position_ids: Tensor) -> Tensor | None:
     """
     document_BT = (position_ids == 0).cumsum(dim=-1)
 
-    # Without a mask the kernel is faster. A GPU always gets one, because the host would wait for the GPU to compare.
+    # Without a mask the kernel is faster. On a GPU the host would have to wait for the result of this comparison, so
+    # there the mask is always built.
     if position_ids.device.type == "cpu" and document_BT.max() == 1:
         return None
     return document_BT

@@ -19,10 +19,11 @@ MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
 """{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. Every forward
 must report the same names."""
 
-# Largest size of a chunk's logits in float32: on a CPU they should fit into the cache, on a GPU keep it busy.
+# Largest size of a chunk's logits in float32. On a CPU the logits should fit into the cache. On a GPU they should be
+# large enough to keep it busy.
 CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**30}
-# The limit of a chunk is never below this many rows, so on a CPU it exceeds CHUNK_BYTES if the vocabulary has more than
-# 65,536 tokens. With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
+# A chunk may have this many rows even if its logits then exceed CHUNK_BYTES, as on a CPU with a vocabulary of more than
+# 65,536. With fewer rows, adding each chunk's [V, C] weight gradient to the sum would dominate the time.
 MIN_CHUNK_ROWS = 128
 # GPU kernels work on tiles of this many rows.
 TILE_ROWS = {"cpu": 1, "cuda": 128}
@@ -152,8 +153,8 @@ class NextTokenLoss:
         Returns:
             loss: 0-dim, at least float32, in nats.
             metrics: the auxiliary metrics of `objective_of_logits` and the terms of `auxiliary` as (sum, number of
-                targets), detached. If there are such terms, the metrics also have "loss": the loss without them, or
-                the "loss" of `objective_of_logits` if it reports one.
+                targets), detached. With `auxiliary`, the metrics also have "loss": the "loss" of `objective_of_logits`
+                if it reports one, otherwise the loss without the auxiliary terms.
         """
         hidden_NC, targets_N = hidden_BTC.flatten(0, 1), align_targets(labels_BT, self.predicts_next_token).flatten()
         targets = Targets(targets_N, **other_targets)
@@ -234,8 +235,8 @@ class ChunkedLoss(torch.autograd.Function):
     """Computes `objective_of_logits(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
-    arXiv:2410.10989), so that no matrix product is computed twice; the backward only scales them. Until then, both
-    gradients are in memory: [N, C] in the dtype of the hidden states and [V, C] in at least float32.
+    arXiv:2410.10989), so that no matrix product is computed twice. The backward only scales the gradients. Until the
+    backward, both are in memory: [N, C] in the dtype of the hidden states and [V, C] in at least float32.
     """
 
     @staticmethod
@@ -254,7 +255,7 @@ class ChunkedLoss(torch.autograd.Function):
 
         total = hidden_NC.new_zeros((), dtype=sum_dtype)
         metrics: dict[str, Tensor] = {}
-        # Without gradients the loop below needs something to split, but does not write to it.
+        # Without gradients, hidden_NC is a placeholder for the loop below, which then does not write to it.
         grad_hidden_NC = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
@@ -275,8 +276,8 @@ class ChunkedLoss(torch.autograd.Function):
                     grad_hidden.copy_(loss_function.linear(grad_logits, weight.t()))
                     # addmm_ adds the product without a temporary [V, C]. On a Zen 5 that was 1.19 times as fast for a
                     # vocabulary of 50,257, but slower in chunks of 512 or more rows (benchmarks/LOG.md, 2026-11-24).
-                    # It needs one dtype. Exact runs leave it out: on a CPU it computes with MKL, which they avoid
-                    # (training/cpu_kernels.py).
+                    # addmm_ needs all tensors in one dtype. Exact runs do not use it: on a CPU it computes with MKL,
+                    # which they avoid (training/cpu_kernels.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight_VC.addmm_(grad_logits.t(), hidden)
                     else:

@@ -1,9 +1,9 @@
 """The backward pass: unused parameters, the first backward, loss scaling.
 
 A parameter that no micro-batch used, such as an expert that no token was routed to, gets a gradient of zero
-(fill_missing_gradients), because the optimizer would skip it without one. DDP waits for the gradients of all
-parameters, so in DDP every loss is made to depend on each of them (_ConnectToLoss). DDP's own option
-find_unused_parameters would instead search the graph in every forward.
+(fill_missing_gradients). Otherwise the optimizer would update it under DDP, which gives it zeros, but skip it in a
+single process. DDP waits for the gradients of all parameters, so in DDP every loss is made to depend on each of them
+(_ConnectToLoss). DDP's own option find_unused_parameters would instead search the graph in every forward.
 """
 
 import torch
@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class _ConnectToLoss(torch.autograd.Function):
-    """Makes the loss depend on parameters, so that DDP's hooks run for them, without changing it or their gradients."""
+    """Makes the loss depend on parameters, so that DDP's hooks run for them; the loss and all gradients stay the same.
+
+    The backward returns None for the parameters. Autograd runs the hooks of a parameter for None too.
+    """
 
     @staticmethod
     def forward(ctx, loss: Tensor, *parameters: nn.Parameter) -> Tensor:
@@ -60,9 +63,9 @@ def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> 
 def loss_scale(precision: str, step: int, skipped: int) -> float:
     """Return the factor that keeps fp16 gradients from underflowing, a power of two; 1 in other precisions.
 
-    It begins at 65,536, is halved for every skipped update, as if each had overflowed, and doubled after every 2,000
-    others. torch.amp.GradScaler has the same start, but doubles after 2,000 updates in a row without a skip, which it
-    has to count. This scale is a function of counters that checkpoints contain anyway.
+    It begins at 65,536. It is halved for every skipped update, as if each had overflowed, and doubled after every 2,000
+    updates that were not skipped. torch.amp.GradScaler has the same start, but doubles after 2,000 updates in a row
+    without a skip, which it has to count. This scale is a function of counters that checkpoints contain anyway.
 
     Args:
         precision: the mixed precision of the run, such as "fp16".

@@ -98,7 +98,8 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all processes to stop, in this step or in the one before it if `read` read both."""
+    """Whether any process asked all processes to stop in this step. If one call of `read` reads two steps, a request in
+    the first of them counts too."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
@@ -215,8 +216,8 @@ class Results:
         """Return the result of the previous step, without waiting for the current one; None if there is none yet.
 
         With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
-        too, so that all processes stop after it. A result that has been read is returned again. So if updates may be
-        skipped, the loop always gets the result of the current step, which `train_step` has read.
+        too, so that all processes stop after it. If there is nothing new to read, return the newest result again. In
+        this way, if updates may be skipped, the loop gets the result that `train_step` has read.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
