@@ -173,7 +173,8 @@ def test_data_settings_of_other_code_are_refused(made, tmp_path):
 
 def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
     text = f"--data.source text --data.path {made}/corpus --data.num_samples 1000 --seq_len 24 --steps 4"
-    shown = "--evaluation.every 2 --evaluation.num_logged_generations 2 --evaluation.temperature 0.7"
+    shown = "--evaluation.every 2 --checkpoint.every 2 --evaluation.num_logged_generations 2"
+    shown += " --evaluation.temperature 0.7"
     done = train(*TINY_STORIES, *text.split(), *shown.split(), "--out_dir", tmp_path, "--name", "run", processes=2)
     expected = []
     for step in (2, 4):

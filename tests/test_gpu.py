@@ -31,7 +31,7 @@ WITHOUT = "no GPU is here, or hidden without -m cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason=WITHOUT)]
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = 8
-RUN = [*TINY_STORIES, "--name", "run"]
+RUN = [*TINY_STORIES, "--checkpoint.every", 1, "--name", "run"]
 EXACT = [*RUN, "--exact", "true"]
 # configs/shakespeare_char.yaml on random bytes.
 CHAR_11M = f"""--config configs/shakespeare_char.yaml --name run --exact true --steps {STEPS} --data.source random

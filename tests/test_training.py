@@ -152,7 +152,8 @@ def test_evaluation_weighs_every_target_once(evaluated):
 
 def test_non_finite_loss_stops_run_and_is_unsaved(runs):
     """The first update makes huge weights and the second step a loss of NaN, which is noticed before the save."""
-    arguments = ["--optimizer.lr", "1e30", "--tracking.log_every", 100, "--out_dir", runs, "--name", "run"]
+    arguments = ["--optimizer.lr", "1e30", "--tracking.log_every", 100, "--checkpoint.every", 1]
+    arguments += ["--out_dir", runs, "--name", "run"]
     done = train(*PLAIN, *arguments, processes=2, exit_code=1)
     assert re.search(r"step 2: loss = .*, gradient norm = nan.* in micro-batches of process\(es\) \[", done.stderr)
     assert done.stderr.count("train.py: error:") == 1 and "Training finished." not in done.stdout

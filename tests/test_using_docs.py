@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 1"
     python(f"python -m data.prepare {prepare}", folder)
-    train(*TINY_STORIES, "--steps", "4", "--out_dir", folder / "runs", "--name", "stories")
+    train(*TINY_STORIES, "--steps", "4", "--checkpoint.every", 2, "--out_dir", folder / "runs", "--name", "stories")
     text = f"--steps 4 --data.source text --data.path {folder}/corpora/mine --data.num_samples 1000"
     train(*TINY_STORIES, *text.split(), "--out_dir", folder / "runs", "--name", "mine")
     return folder

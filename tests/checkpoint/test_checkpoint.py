@@ -48,7 +48,7 @@ from tests.conftest import (
 from training.optimizer import build_optimizer
 
 STEPS = 4
-SHORT = [*TINY_STORIES, "--steps", STEPS, "--evaluation.every", 0]
+SHORT = [*TINY_STORIES, "--steps", STEPS, "--checkpoint.every", 1, "--evaluation.every", 0]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from storage.files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
 
 STEPS = 8
-TINY = [*TINY_STORIES, "--name", "run"]
+TINY = [*TINY_STORIES, "--checkpoint.every", 1, "--name", "run"]
 
 
 @pytest.fixture(scope="module")

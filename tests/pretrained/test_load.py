@@ -30,7 +30,10 @@ from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, ten
 from tests.model.test_model import make_model
 from tests.support import forked
 
-STORY = "--evaluation.every 1 --evaluation.num_scored_generations 0 --optimizer.lr 3 --schedule.name constant".split()
+STORY = (
+    "--evaluation.every 1 --evaluation.num_scored_generations 0 --checkpoint.every 1 --optimizer.lr 3 "
+    "--schedule.name constant"
+).split()
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,8 @@ def test_core_has_only_targets_that_work(core):
 @pytest.mark.slow
 def test_core_trains_and_resumes_after_kill(core, tmp_path):
     def run(name, script="train.py", **env):
-        settings = ["--config", "tests/support/tiny_stories.yaml", "--out_dir", tmp_path, "--name", name]
+        settings = ["--config", "tests/support/tiny_stories.yaml", "--checkpoint.every", "1"]
+        settings += ["--out_dir", tmp_path, "--name", name]
         command = [sys.executable, script, *settings]
         return subprocess.run(command, cwd=core, env=environment(**env), capture_output=True, text=True)
 

@@ -13,7 +13,7 @@ STEPS = 8
 def uninterrupted(request, tmp_path_factory):
     """(number of processes, directory of a finished run with the checkpoints of all steps)."""
     out_dir = tmp_path_factory.mktemp("uninterrupted")
-    train(*TINY_STORIES, "--out_dir", out_dir, "--name", "run", processes=request.param)
+    train(*TINY_STORIES, "--checkpoint.every", 1, "--out_dir", out_dir, "--name", "run", processes=request.param)
     return request.param, out_dir / "run"
 
 

@@ -33,7 +33,8 @@ from tests.conftest import ROOT, TINY_STORIES, environment, metrics, rewind, she
 from tests.support import forked
 
 STEPS = 4
-SHORT = [*TINY_STORIES, *f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4".split()]
+WORDS = f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4 --checkpoint.every 2"
+SHORT = [*TINY_STORIES, *WORDS.split()]
 
 
 def wandb_records(file):

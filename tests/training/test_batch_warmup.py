@@ -7,7 +7,7 @@ from tests.support import forked
 
 STEPS, SIZES = 8, [2, 2, 4, 4, 6, 6, 6, 6]
 GROWING = "--schedule.batch_warmup_from 2 --schedule.batch_warmup_steps 4".split()
-RECIPE = [*TINY_STORIES, *GROWING, "--name", "run"]
+RECIPE = [*TINY_STORIES, *GROWING, "--checkpoint.every", 1, "--name", "run"]
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ from model.gpt import GPTModel
 from tests.conftest import TINY_STORIES, metrics, tensors, train
 from training.block_stats import BlockStatistics
 
-SHORT = [*TINY_STORIES, *"--steps 3 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null".split()]
+WORDS = "--steps 3 --checkpoint.every 1 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null"
+SHORT = [*TINY_STORIES, *WORDS.split()]
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from tests.support import forked
 from training.ema import ema_weights, track_ema
 
 AVERAGE = 0.7  # the first seven steps use a smaller decay
-RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2"]
+RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2", "--checkpoint.every", "2"]
 
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
     """Run of 8 steps with an EMA, saved at each step."""
     out_dir = tmp_path_factory.mktemp("averaged")
-    train(*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", out_dir)
+    train(*RUN, "--checkpoint.every", 1, "--evaluation.ema_decay", AVERAGE, "--out_dir", out_dir)
     return out_dir / "run"
 
 

@@ -100,7 +100,8 @@ def test_missing_gradients_become_zero():
 
 def test_sparse_and_frozen_model_trains_on_any_processes(runs):
     """As in a mixture of experts. MLP inputs are normalised, so the sign of their sum is effectively random."""
-    words = [*TINY_STORIES, *"--steps 4 --evaluation.every 0 --model.dropout 0 --check_replicas_every 1".split()]
+    words = "--steps 4 --evaluation.every 0 --checkpoint.every 1 --model.dropout 0 --check_replicas_every 1"
+    words = [*TINY_STORIES, *words.split()]
     for processes in (0, 2):
         own = ["--out_dir", str(runs), "--name", str(processes)]
         done = forked.run("tests/programs/sparse_train.py", [*words, *own], processes, environment())

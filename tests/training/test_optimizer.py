@@ -183,7 +183,7 @@ def test_muon_run_resumes_bitwise_and_learns(runs):
     finished, rows = tensors(runs / "run", 8), metrics(runs / "run")
     assert "optimizer.state.blocks.0.attention.q_proj.weight.momentum_buffer" in finished
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.3
-    rewind(runs / "run", 3)
+    rewind(runs / "run", 4)
     train(*arguments, processes=2)
     assert_same_bits(tensors(runs / "run", 8), finished)
     assert metrics(runs / "run") == rows
