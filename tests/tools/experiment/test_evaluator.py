@@ -16,6 +16,7 @@ from run.directory import Run
 from storage.files import sha256
 from tests.conftest import ROOT, environment, metrics
 from tests.data.prepare.test_prepare import make, write_jsonl
+from tests.support import forked
 from tools.experiment.evaluator import Data, held_out
 
 TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
@@ -131,6 +132,15 @@ PROBLEMS = {
     "NaN in some logits": "depend on",
     "crash": "it cannot be evaluated: IndexError: while it is evaluated",
 }
+# A fork has already imported the modules of this repository; the program imports those of its own code.
+RUN_OTHER_CODE = """
+import pathlib, runpy, sys
+own = {path.stem for path in pathlib.Path().iterdir()}
+for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+    del sys.modules[name]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 CHANGED = "its checkpoint is changed after the run"
 QUICK = ["look ahead in pairs"]
 OTHERS = [trick for trick in PROBLEMS if trick not in ("none", *QUICK)]
@@ -143,8 +153,8 @@ def train_with(code, folder, trick):
     config = folder / f"{run.path.name}.yaml"
     config.write_text(yaml.safe_dump(SETTINGS | {"model.trick": trick}))
     words = ["--config", str(config), "--name", run.path.name, "--out_dir", str(run.path.parent)]
-    program = [sys.executable, str(ROOT / "tools" / "experiment" / "variant_program.py"), str(code), "train"]
-    done = subprocess.run([*program, delivered, *words], env=environment(TRICK=trick), capture_output=True, text=True)
+    words = [str(ROOT / "tools" / "experiment" / "variant_program.py"), str(code), "train", str(delivered), *words]
+    done = forked.run("-c", [RUN_OTHER_CODE, *words], 0, environment(TRICK=trick))
     assert done.returncode == 0, done.stderr
     manifests = {str(file): sha256(file) for file in run.checkpoints.glob("*/manifest.json")}
     return {
