@@ -28,12 +28,14 @@ def test_replay_reproduces_step(run):  # noqa: F811
 
 
 def test_experiment_gives_each_run_a_gpu(tmp_path):
-    words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--max_seeds", "3", "--json", "true"]
-    words += ["--lab", str(tmp_path)]
-    command = [sys.executable, "-m", "tools.experiment", *words]
-    done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=600)
+    words = ["--optimizer.lr 0.02", *TINY_STORIES, "--jobs", "2", "--rounds", "1", "--runs", "4", "--json", "true"]
+    command = [sys.executable, "-m", "tools.experiment", *words, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=programs(2), capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["verdict"] != "failed"
+    result = json.loads(done.stdout)
+    assert result["runs"] == 4 and result["failed"] == 0, done.stdout + done.stderr
+    logs = [file.read_text() for file in tmp_path.glob("*/runs/logs/*.log")]
+    assert len(logs) == 4 and all("1 x NVIDIA H100" in log for log in logs), logs
 
 
 def test_gpu_target_is_rehearsed(tmp_path):
