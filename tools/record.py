@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from scipy.stats import sem, t
 
 from run.directory import Run
 from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
@@ -65,6 +64,8 @@ def measure(name: str, config: str, num_seeds: int) -> dict[str, Any]:
 
 def table(records: dict[str, dict[str, Any]]) -> str:
     """Return the records, the lowest mean excess loss first, each with a 95% interval of Student's t."""
+    from scipy.stats import sem, t
+
     lines = [HEADER, ["---"] * len(HEADER)]
     for name, record in sorted(records.items(), key=lambda item: mean(item[1]["excess_loss"])):
         losses = record["excess_loss"]

@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from scipy import stats
 
 from cli import scripts
 from config.errors import ConfigError
@@ -104,6 +103,8 @@ def test_one_of_nearly_equal_configurations_is_best(tmp_path, capsys):
 
 
 def test_two_configurations_have_welchs_p(tmp_path, capsys):
+    from scipy import stats  # takes a second, which other tests need not wait for
+
     good, bad = [1.0, 1.1, 1.2], [1.1, 1.3]
     shown = printed(capsys, *of_losses(tmp_path, "g", good, 0.1), *of_losses(tmp_path, "b", bad, 0.2))
     assert table(shown)[1]["p"] == f"{stats.ttest_ind(good, bad, equal_var=False).pvalue:.2g}"
@@ -309,6 +310,8 @@ def of_text(tmp_path, corpus, losses, text="ffff", num_bytes=16406, **settings):
 
 
 def test_tokenizers_are_compared_by_bits_per_byte(tmp_path, capsys):
+    from scipy import stats
+
     losses = {"bytes": [4.0, 4.2, 4.1], "words": [1.0, 1.1, 1.2]}
     whole = {"evaluation": {"num_samples": None}}
     runs = [run for corpus in losses for run in of_text(tmp_path, corpus, losses[corpus], num_bytes=16300, **whole)]

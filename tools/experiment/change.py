@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -133,16 +133,26 @@ def data_changes(idea: Idea, base: str, commit: str) -> list[str]:
     changed = []
     for name in sorted(idea.files - {ORDER_FILE}):
         is_code = name.endswith(".py") and not name.startswith("tests/")
-        if name.startswith(DATA_FOLDER) or (is_code and seed_statements(base, name) != seed_statements(commit, name)):
+        before, after = source(base, name), source(commit, name)
+        if name.startswith(DATA_FOLDER) or (is_code and seed_statements(before) != seed_statements(after)):
             changed.append(name)
     return changed
 
 
-def seed_statements(commit: str, file: str) -> Counter[str]:
-    """Count the lines of code of a file that mention a seed, without comments and docstrings."""
+def source(commit: str, file: str) -> str:
+    """Return the text of a file in a commit, "" if it does not exist there."""
     try:
-        tree = ast.parse(git("show", f"{commit}:{file}"))
-    except (ConfigError, SyntaxError):  # it does not exist there, or a run of it will fail
+        return git("show", f"{commit}:{file}")
+    except ConfigError:
+        return ""
+
+
+@cache  # the patches of a folder have the same base
+def seed_statements(text: str) -> Counter[str]:
+    """Count the lines of Python code that mention a seed, without comments and docstrings."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a run of it will fail
         return Counter()
     for node in ast.walk(tree):
         for child in ast.iter_child_nodes(node):

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 # Budgets that the baseline is trained for too, relative to the steps of the experiment, and runs of each.
 BUDGETS = (0.5, 0.5**0.5, 2**0.5, 2.0)
@@ -49,6 +49,6 @@ def estimate_compute_multiplier(budgets: list[tuple[float, float]], variant: lis
     powers = np.array([solution**2, solution, 1.0])
     variance = powers @ covariance @ powers + np.var(variant, ddof=1) / len(variant)
     error = math.sqrt(variance) / -float(np.polyval(np.polyder(coefficients), solution))
-    error *= float(stats.t.isf(LEVEL / 2, min(len(x) - 3, len(variant) - 1)))
+    error *= -float(stdtrit(min(len(x) - 3, len(variant) - 1), LEVEL / 2))
     low, high = max(solution - error, ends[0]), min(solution + error, ends[1])
     return math.exp(solution), math.exp(low), math.exp(high)
