@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -141,6 +139,37 @@ for name in [name for name in sys.modules if name.partition(".")[0] in own]:
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# The evaluator, whose programs are forks of it, answers the requests in a file.
+EVALUATE = """
+import os, sys, traceback
+from types import SimpleNamespace
+from tools.experiment import evaluator
+requests, run_other_code = sys.argv[1:]
+
+class Popen:
+    def __init__(self, command, pass_fds, **_):
+        self.errors, theirs = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(theirs, 2)
+            os.closerange(3, pass_fds[0]), os.closerange(pass_fds[0] + 1, 1000)
+            sys.argv = ["-c", *command[1:]]
+            try:
+                exec(run_other_code, {})
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(theirs)
+
+    def communicate(self):
+        printed = open(self.errors).read()
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return None, printed
+
+evaluator.subprocess = SimpleNamespace(Popen=Popen, PIPE=None)
+sys.stdin = open(requests)
+evaluator.main()
+"""
 CHANGED = "its checkpoint is changed after the run"
 QUICK = ["look ahead in pairs"]
 OTHERS = [trick for trick in PROBLEMS if trick not in ("none", *QUICK)]
@@ -170,10 +199,10 @@ def train_with(code, folder, trick):
     }
 
 
-def evaluate(requests):
-    command = [sys.executable, "-m", "tools.experiment.evaluator", str(ROOT)]
-    lines = "\n".join(map(json.dumps, requests))
-    done = subprocess.run(command, cwd=ROOT, env=environment(), input=lines, capture_output=True, text=True)
+def evaluate(requests, folder):
+    file = folder / "requests"
+    file.write_text("\n".join(map(json.dumps, requests)))
+    done = forked.run("-c", [EVALUATE, str(file), RUN_OTHER_CODE], 0, environment())
     assert done.returncode == 0, done.stderr
     return list(map(json.loads, done.stdout.splitlines()))
 
@@ -192,7 +221,7 @@ def tricks(request, tmp_path_factory):
     (folder / "baseline.yaml").write_text(yaml.safe_dump(SETTINGS))
     requests = {trick: train_with(code, folder, trick) for trick in ("none", *request.param)}
     requests[CHANGED] = requests["none"] | {"manifests": dict.fromkeys(requests["none"]["manifests"], "0" * 64)}
-    return folder, dict(zip(requests, evaluate(requests.values()), strict=True))
+    return folder, dict(zip(requests, evaluate(requests.values(), folder), strict=True))
 
 
 def test_evaluator_finds_tricks(tricks):
