@@ -21,7 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtr, stdtrit  # scipy.stats takes a second to import
+
+# The distribution functions of the normal and of Student's t distribution, and their inverses. scipy.stats has them
+# with better names, but takes a second to import.
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
 MIN_BASELINE_RUNS = 4  # before anything is computed
