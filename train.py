@@ -283,16 +283,17 @@ def train_step(
     apply_schedules(state.optimizer, state.network, config, step)
 
     # Count the local target tokens, and start the all-reduce that adds up the counts of all processes. It overlaps the
-    # first forward, unless that is a CUDA graph, which waits for it first.
+    # first forward, unless that is a CUDA graph, which waits for it first. The number of processes is that of `results`
+    # and not of the launch: verify.py also takes this step as one process, on every process of a launch.
     predicts_next_token = state.network.predicts_next_token
     num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
-    all_reduce = dist.all_reduce(num_targets, async_op=True) if accelerator.num_processes > 1 else None
+    all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
 
     # Compute the factor of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a
     # function of the step and of the number of skipped updates, so there is no state of a GradScaler to save. DDP and
     # FSDP2 average the gradients over the processes, so multiply by their number to get the sum. A reducer sums itself.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
-    grad_scale = scale * (1 if state.reducer else accelerator.num_processes)
+    grad_scale = scale * (1 if state.reducer else results.num_processes)
 
     # Run the forward and backward of each micro-batch. DDP and FSDP2 exchange gradients in the last backward only.
     compute = state.graph if state.graph and use_graph else partial(forward_backward, state)

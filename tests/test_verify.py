@@ -45,7 +45,7 @@ CHECKS = [
 # Mutations and the check that must find each: (file, before, after, check).
 MUTATIONS = {
     "loss_not_divided_by_processes": (
-        "train.py", "scale * (1 if state.reducer else accelerator.num_processes)", "scale",
+        "train.py", "scale * (1 if state.reducer else results.num_processes)", "scale",
         "gradient = hand-written all-reduce"),
     "shares_overlap": (
         "data/sampler.py", " + rank * local_size", "",
@@ -95,6 +95,23 @@ def test_verify_passes_on_this_machine(processes, runs):
     assert results(done.stdout) == expected, done.stdout + done.stderr
     assert done.returncode == 0 and done.stdout.endswith("Everything holds.\n")
     assert len([*runs.rglob("*")]) == 6, "verify.py leaves no file and removes none"
+
+
+AS_ONE_PROCESS = ["N processes = 1 process x N accumulation", "exact = bits of 1 process"]
+SELECT_CHECKS = f"""
+import runpy, sys
+from checks.verification import Verification
+checks = Verification.checks
+Verification.checks = lambda self: {{name: checks(self)[name] for name in {AS_ONE_PROCESS}}}
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_each_of_two_processes_trains_as_one(runs):
+    """The number of target tokens and the gradient are those of one process, although the launch has two."""
+    done = forked.run("-c", [SELECT_CHECKS, *verify_command(runs)], 2, environment())
+    assert results(done.stdout) == dict.fromkeys(AS_ONE_PROCESS, "PASS"), done.stdout + done.stderr
 
 
 def test_verify_starts_from_step_0():
