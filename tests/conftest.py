@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep, since other tests need the core
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without it the Hub's client retries for half a minute
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch reads it at the first matrix product
 try:
