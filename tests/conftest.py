@@ -38,12 +38,11 @@ ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 
 # Files that take some seconds, the longest first.
-LONGEST = """test_replay test_pages test_gpu_training test_faults test_race test_evaluator test_confirm
-test_trackers test_sweep test_directory test_verify test_signals test_examples
-test_odd_machines test_sharding test_init_from test_teacher test_prepare
-test_yaml_files test_environment test_training test_plan test_waits test_stories test_export test_scale test_text
-test_arm test_launch_checks test_using_docs test_chat test_tree_reduce test_checkpoint test_ema
-test_state_hash""".split()
+LONGEST = """test_pages test_replay test_race test_cuda_graph test_prepare test_faults test_trackers test_directory
+test_using_docs test_examples test_stories test_gpu_training test_chat test_text test_sharding test_gradients
+test_confirm test_compare test_verify test_runs test_environment test_ema test_report test_teacher
+test_init_from test_training test_plot test_law test_graph_choice test_prepare_model test_signals test_resume
+test_export test_sweep test_tree_reduce test_load""".split()
 TINY_STORIES = ["--config", str(ROOT / "tests" / "support" / "tiny_stories.yaml")]
 
 
