@@ -83,9 +83,10 @@ def test_ideas_that_hurt_together_do_not_join_both(experiments):
 def test_one_idea_is_a_race_of_one(experiments):
     result = experiments.race(A)
     assert by_idea(result) == {A: "better"} and result["stack"] == [A] and len(result["rounds"]) == 1
-    assert result["runs"] < 12
+    assert result["runs"] < 24
+    before = {*experiments.started()}
     assert by_idea(experiments.race(WORSE)) == {WORSE: "no gain"}
-    assert len(experiments.started()) < 4, "the baseline's runs are those of the first race"
+    assert not before & {*experiments.started()}, "the baseline's runs are those of the first race"
 
 
 def test_idea_that_gains_nothing_gets_no_more_runs(experiments):
