@@ -107,7 +107,9 @@ def train(
         command = train_command(
             *arguments, processes=processes, launch_file=launch_file, max_restarts=max_restarts, script=script
         )
-        done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=forked.HANG_SECONDS
+        )
     else:
         words = [str(word) for word in arguments]
         done = forked.run(script, words, processes, environment(**env))
@@ -165,7 +167,7 @@ def shell(command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPro
         env=environment(PATH=path, **env),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=forked.HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -74,7 +74,12 @@ def verify(*arguments, cwd=ROOT, processes=2):
     launcher = [sys.executable, Path(sys.executable).parent / "accelerate", "launch", "--config_file", CPU_LAUNCH]
     command = [*launcher, "--num_processes", processes, "verify.py", *TINY_STORIES, *arguments]
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=forked.HANG_SECONDS,
     )
     return done
 
@@ -210,7 +215,7 @@ def in_a_fork(edit, out_dir, file, *words):
     """Return the output and the exit code of verify.py after an edit of its code."""
     process = forked.server.Process(target=verify_edited, args=(edit, file, verify_command(out_dir, *words)))
     process.start()
-    process.join(300)
+    process.join(forked.HANG_SECONDS)
     return file.read_text(), process.exitcode
 
 

@@ -29,6 +29,7 @@ PRELOADED += ["torch.utils.cpp_extension"]  # of tests/fake_cuda
 PRELOADED += ["pydantic", "google.protobuf.text_format"]  # of wandb, which itself makes a folder for its process
 PRELOADED += ["pandas"]  # which pyarrow imports as soon as it makes an array
 PRELOADED += ["tests.support.forked"]
+HANG_SECONDS = 1800  # only a hang takes that long; on a busy machine torch.compile took five minutes
 
 # Otherwise an import that asks for GPUs would initialise CUDA, which forks cannot use.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -220,5 +221,5 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end."""
     launch = Launch(script, arguments, processes, environment, cwd=cwd)
-    returncode = launch.wait(timeout_seconds=300)
+    returncode = launch.wait(HANG_SECONDS)
     return subprocess.CompletedProcess([script, *arguments], returncode, *launch.output())
