@@ -142,7 +142,7 @@ def say_cost(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Var
         * (variant.cost.parameters / baseline.cost.parameters if size == 1 else size)
         / baseline.cost.tokens
         for size, variants in sizes.items()
-        for variant in variants.values()
+        for variant in {variant.digest: variant for variant in variants.values()}.values()
         for seed in range(config.seeds)
         if not runs.is_known(f"{variant.digest}-{FIRST_RESERVED_SEED + seed}")
     ]
@@ -182,9 +182,12 @@ def compare(
     size: float, variants: dict[str, Variant], pairs: list[tuple[str, str]], runs: Runs, margin: float
 ) -> list[dict[str, Any]]:
     """Return the differences of the pairs at one size; a variant whose runs fail more often is `failed`."""
-    names = list(variants)
-    groups = [runs.group(variants[name], FIRST_RESERVED_SEED, 2**63) for name in names]
-    indices = [(names.index(against), names.index(name)) for name, against in pairs]
+    unique = list({variant.digest: variant for variant in variants.values()}.values())  # equal ones share their runs
+    digests = [variant.digest for variant in unique]
+    groups = [runs.group(variant, FIRST_RESERVED_SEED, 2**63) for variant in unique]
+    indices = [
+        (digests.index(variants[against].digest), digests.index(variants[name].digest)) for name, against in pairs
+    ]
     known = [pair for pair in indices if all(len(groups[index].values) >= MIN_RUNS for index in pair)]
     found = verdicts.compare([group.values for group in groups], known) if known else None
     q = verdicts.q_values(found.p) if found else []
@@ -204,7 +207,7 @@ def compare(
                 row["verdict"] = "unknown"
         if verdicts.fails_more_often(group, against_group):
             row["verdict"] = "failed"
-        if variants[name].digest == variants[against].digest:
+        if group is against_group:
             row["verdict"] = "identical"
         rows.append(row)
     return rows

@@ -295,12 +295,13 @@ class Race:
 
     def say_if_too_short(self, findings: Sequence[Finding]) -> None:
         """Print what a verdict needs, if the minutes of this command sufficed for no estimate."""
-        if self.config.minutes and self.runs.durations and all(math.isnan(found.effect) for found in findings):
+        is_unmeasured = all(math.isnan(found.effect) and not found.is_settled for found in findings)
+        if self.config.minutes and self.runs.durations and is_unmeasured:
             needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
             seconds = sum(self.runs.durations) / len(self.runs.durations)
             print(
                 f"minutes: {self.config.minutes:g} were enough for {len(self.runs.durations)} runs, which took "
-                f"{seconds:.0f} s each; a verdict needs at least {needed}. The same command goes on from here.",
+                f"{seconds:.0f} s each; `better` needs at least {needed}. The same command goes on from here.",
                 file=sys.stderr,
             )
 
@@ -343,7 +344,7 @@ class Race:
             return None
         keys, findings = self.findings()
         groups = [self.runs.group(self.variants[key]) for key in keys]
-        index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings)
+        index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings, self.record.margin)
         if index is None or self.check_baseline(must_raise=False):
             return None
         variant = self.variants["" if index == BASELINE else keys[index]]

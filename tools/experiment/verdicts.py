@@ -37,6 +37,7 @@ OPTIMISM = 2.0  # standard errors that are added to an idea's gain when the next
 # Degrees of freedom of the common variance in that of an idea. With fewer, intervals after one run say nothing; with
 # more, those of ideas that scatter much more than the others are too short (simulated in the tests).
 PRIOR_FREEDOM = 6.0
+MAX_OF_MEDIAN = 10.0
 
 Verdict = Literal["better", "worse", "no gain", "unknown", "failed", "identical"]
 
@@ -96,7 +97,10 @@ def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
     total = float(freedom.sum())
     if not variances.any():
         return variances, np.ones(len(groups)), 1.0
-    common = float(np.average(variances, weights=freedom))
+    # One group with a run that diverged must not widen all intervals, so a variance counts up to a multiple of the
+    # median.
+    highest = MAX_OF_MEDIAN * float(np.median(variances[freedom > 0]))
+    common = float(np.average(variances.clip(max=highest), weights=freedom)) or float(variances.mean())
     shrunk = (PRIOR_FREEDOM * common + freedom * variances) / (PRIOR_FREEDOM + freedom)
     return shrunk, np.minimum(PRIOR_FREEDOM + freedom, total), total
 
@@ -220,7 +224,7 @@ def fails_more_often(idea: Group, baseline: Group) -> bool:
 BASELINE = -1
 
 
-def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Finding]) -> int | None:
+def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Finding], margin: float) -> int | None:
     """Return the idea whose next run helps most to find the best one, BASELINE, or None if the round is over.
 
     First the baseline is trained a few times, and every idea once. Then a run goes to the idea that may be the best:
@@ -241,7 +245,7 @@ def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Find
     if first_runs := [index for index in open_ideas if not runs(ideas[index])]:
         return first_runs[0]
     open_ideas = [index for index in open_ideas if math.isfinite(findings[index].effect)]
-    if not open_ideas or is_decided(findings):
+    if not open_ideas or is_decided(findings, margin):
         return None
 
     def optimistic(index: int) -> float:
@@ -254,14 +258,17 @@ def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Find
     return BASELINE if is_short or runs(baseline) < runs(ideas[best]) else best
 
 
-def is_decided(findings: Sequence[Finding]) -> bool:
-    """Return whether the best idea is better, and no open one may be better than it is estimated to be."""
+def is_decided(findings: Sequence[Finding], margin: float) -> bool:
+    """Return whether the best idea is better, and no open one may gain more than it by `margin` (a log ratio).
+
+    Two ideas with about the same gain would otherwise use up the runs; the other one races again in the next round.
+    """
     better = [finding for finding in findings if finding.verdict == "better"]
     if not better:
         return False
     best = min(better, key=lambda finding: finding.effect)
     rivals = (finding for finding in findings if finding is not best and not finding.is_settled)
-    return all(rival.effect - OPTIMISM * rival.standard_error > best.effect for rival in rivals)
+    return all(rival.effect - OPTIMISM * rival.standard_error > best.effect - margin for rival in rivals)
 
 
 def best_idea(findings: Sequence[Finding]) -> int | None:

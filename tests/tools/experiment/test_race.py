@@ -176,7 +176,7 @@ def test_runs_of_earlier_commands_count(experiments):
 def test_best_idea_joins_when_the_budget_is_spent(experiments):
     """Although another may be as good."""
     close = "--model.effect_b 0.699"
-    result = experiments.race(A, close, runs=12, jobs=1)
+    result = experiments.race(A, close, runs=12, jobs=1, margin=0.0001)
     assert result["runs"] == 12 and by_idea(result) == {A: "better", close: "better"}
     assert len(result["stack"]) == len(result["rounds"]) == 1
 
@@ -201,7 +201,7 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     assert 5 <= experiments.race(NOTHING, **options)["runs"] - result["runs"] <= 7
     assert "minutes:" not in experiments.errors
     experiments.race(A, "--steps", "90", minutes=3, jobs=1)
-    assert "minutes: 3 were enough for 3 runs, which took 60 s each; a verdict needs at least" in experiments.errors
+    assert "minutes: 3 were enough for 3 runs, which took 60 s each; `better` needs at least" in experiments.errors
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])

@@ -38,7 +38,7 @@ class Simulation:
             # Late ideas join after a third of the runs.
             joined = self.ideas if 3 * self.used >= runs else self.ideas[: len(self.ideas) - late]
             self.findings = self.look(joined)
-            index = choose_next(self.baseline, joined, self.findings)
+            index = choose_next(self.baseline, joined, self.findings, MARGIN)
             if index is None and len(joined) == len(self.ideas):
                 break
             group = self.baseline if index in (BASELINE, None) else self.ideas[index]
@@ -271,7 +271,7 @@ def test_two_runs_are_no_discovery():
 def test_first_runs_are_of_all_variants():
     baseline, ideas, order = Group(), [Group(), Group()], []
     while len(order) < 6:
-        index = choose_next(baseline, ideas, assess(baseline, ideas, MARGIN))
+        index = choose_next(baseline, ideas, assess(baseline, ideas, MARGIN), MARGIN)
         order.append(index)
         (baseline if index == BASELINE else ideas[index]).pending += 1
     assert order == [BASELINE] * 4 + [0, 1]
@@ -282,7 +282,7 @@ def test_pending_runs_are_not_planned_twice():
     ideas = [group(mean - 0.05, mean + 0.05) for mean in (-0.06, -0.055, -0.05)]
     findings, chosen = assess(baseline, ideas, MARGIN), []
     for _ in range(12):
-        index = choose_next(baseline, ideas, findings)
+        index = choose_next(baseline, ideas, findings, MARGIN)
         chosen.append(index)
         (baseline if index == BASELINE else ideas[index]).pending += 1
     assert len(set(chosen)) == 4, "as more runs of one idea are pending, another one may be the best"
@@ -293,12 +293,25 @@ def test_settled_ideas_get_no_runs():
     settled = [group(*random.normal(0.1, 0.01, 20)), group(*random.normal(0, 0.01, 20)), group(failed=1)]
     findings = [*assess(BASE, settled, MARGIN), Finding("identical")]
     assert [finding.verdict for finding in findings] == ["worse", "no gain", "failed", "identical"]
-    assert choose_next(BASE, [*settled, group(0.0, 0.0)], findings) is None
+    assert choose_next(BASE, [*settled, group(0.0, 0.0)], findings, MARGIN) is None
 
 
 def test_round_goes_on_while_another_idea_may_be_better():
     better = Finding("better", -0.2, 0.05, 0.001, 0.001, 0.01)
     rival = Finding("unknown", -0.1, 0.3, 0.5, 0.5, 0.1)
-    assert not is_decided([better, rival]) and not is_decided([rival])
-    assert is_decided([better, Finding("unknown", -0.1, 0.3, 0.5, 0.5, 0.01)])
-    assert is_decided([better, Finding("worse", 0.1, 0.05, 0.001, 0.001, 0.1)])
+    assert not is_decided([better, rival], MARGIN) and not is_decided([rival], MARGIN)
+    assert is_decided([better, Finding("unknown", -0.1, 0.3, 0.5, 0.5, 0.01)], MARGIN)
+    assert is_decided([better, Finding("worse", 0.1, 0.05, 0.001, 0.001, 0.1)], MARGIN)
+
+
+def test_two_ideas_with_equal_gains_end_a_round():
+    races = simulate(10, [math.log(0.8)] * 2, 200)
+    assert all(is_decided(race.findings, MARGIN) and race.used < 40 for race in races)
+
+
+def test_run_that_diverged_does_not_hide_another_gain():
+    """An idea with one good and one very bad run: the common variance hardly follows it."""
+    random = np.random.default_rng(0)
+    base, good = (group(*random.normal(mean, DEVIATION, 8)) for mean in (0, -0.3))
+    alone, beside = assess(base, [good], MARGIN)[0], assess(base, [good, group(-0.35, 2.0)], MARGIN)[0]
+    assert alone.verdict == beside.verdict == "better" and beside.half_width < 2 * alone.half_width
