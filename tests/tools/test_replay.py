@@ -143,8 +143,8 @@ def test_rows_of_a_fork_are_shown(tmp_path):
 
 @pytest.mark.slow
 def test_skipped_update_is_replayed(tmp_path):
-    skips = "--steps 2 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip --name run --out_dir".split()
-    train(*TINY_STORIES, *skips, tmp_path)
+    skips = "--steps 2 --checkpoint.every 1 --evaluation.every 0 --optimizer.lr 1e30 --on_nonfinite skip".split()
+    train(*TINY_STORIES, *skips, "--name", "run", "--out_dir", tmp_path)
     shown = replay(tmp_path / "run", 2)
     assert "reproduced bitwise (1 digest(s))" in shown and "6 of them not finite" in shown
 
