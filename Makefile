@@ -4,8 +4,8 @@ UV := $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 # Tests of this repository's own rules, pages and patches. A fork that changes them empties this line; all other tests still run.
 REPO_TESTS = tests/repo
-# Two tests at a time, one file each, which keeps two cores busy.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Three files at a time: tests often wait for processes that they start, so three keep two cores busy, and two do not.
+PYTEST = .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 # The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
@@ -30,7 +30,7 @@ train: env ## train the mini-GPT on stories with 2 CPU processes; with other set
 verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
 	$(call launch,verify.py $(ARGS))
 
-test: test-env ## run the tests, 5 minutes on 2 cores
+test: test-env ## run the tests, 4 minutes on 2 cores
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: test-env ## run the slow tests too
