@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
@@ -31,6 +32,11 @@ def stop_at(seed, number="SIGTERM"):
     return code + "    time.sleep(60)\n"
 
 
+def harms(result, idea):
+    """It is `worse` if it got a second run, which depends on how soon the first results were known."""
+    return by_idea(result)[idea] in ("no gain", "worse") and by_idea(result, "effect")[idea] > 0.1
+
+
 # What a race finds
 
 
@@ -44,7 +50,7 @@ def test_better_ideas_join_the_baseline_one_after_another(experiments):
         sorted([B, NOTHING]),  # an idea that clearly harms does not race again, even after one run
         [NOTHING],
     ]
-    assert by_idea(result) == {A: "better", B: "better", NOTHING: "no gain", WORSE: "no gain"}
+    assert by_idea(result) == {A: "better", B: "better", NOTHING: "no gain", WORSE: ANY} and harms(result, WORSE)
     for entry, effects in zip(result["rounds"], ({A: -0.3, B: -0.2, WORSE: 0.4}, {B: -0.2}, {NOTHING: 0}), strict=True):
         found = {idea["idea"]: idea for idea in entry["ideas"]}
         for idea, effect in effects.items():
@@ -85,7 +91,7 @@ def test_one_idea_is_a_race_of_one(experiments):
     assert by_idea(result) == {A: "better"} and result["stack"] == [A] and len(result["rounds"]) == 1
     assert result["runs"] < 24
     before = {*experiments.started()}
-    assert by_idea(experiments.race(WORSE)) == {WORSE: "no gain"}
+    assert harms(experiments.race(WORSE), WORSE)
     assert not before & {*experiments.started()}, "the baseline's runs are those of the first race"
 
 
@@ -298,7 +304,7 @@ def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
 def test_idea_that_sets_a_setting_of_the_stack_is_out(experiments):
     other = "--model.effect_a 0.8"
     result = experiments.race(A, other)
-    assert result["stack"] == [A] and by_idea(result, "runs")[other] == 1
+    assert result["stack"] == [A] and by_idea(result, "round")[other] == 1
     assert by_idea(result, "message")[other] == f"sets model.effect_a, as {A!r} in the baseline does"
     assert not [run for run in experiments.trained() if run["model.effect_a"] == 0.56]
 
@@ -357,7 +363,7 @@ def test_patch_of_a_config_file(experiments, patches):
     patch = patches.folder / "lr.patch"
     patch.write_text(patches.git("diff"))
     patches.git("checkout", "--quiet", ".")
-    assert by_idea(experiments.race(str(patch))) == {str(patch): "no gain"}
+    assert harms(experiments.race(str(patch)), str(patch))
 
 
 def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
