@@ -64,8 +64,9 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
     equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
     sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
-    say_cost(config, runs, sizes, baseline)
-    train(config, runs, sizes)
+    missing = missing_runs(config, runs, sizes)
+    say_cost(runs, missing, baseline)
+    train(config, runs, missing)
 
     differences = []
     for size, scaled in sizes.items():
@@ -134,46 +135,48 @@ def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]
     return stacks, pairs
 
 
-def say_cost(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]], baseline: Variant) -> None:
-    """Print how many hours the runs will take, judging by those of the race and the FLOPs of each."""
+def missing_runs(
+    config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]
+) -> list[tuple[float, Variant, int]]:
+    """Return the size, variant and reserved seed of each run that has no result yet, one seed after another.
+
+    Variants that train the same, such as an idea with the baseline's settings, have their runs in common.
+    """
+    planned = {
+        (variant.digest, seed): (size, variant, seed)
+        for size, variants in sizes.items()
+        for seed in range(FIRST_RESERVED_SEED, FIRST_RESERVED_SEED + config.seeds)
+        for variant in variants.values()
+    }
+    return [run for (digest, seed), run in planned.items() if not runs.is_known(f"{digest}-{seed}")]
+
+
+def say_cost(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
+    """Print how many hours the missing runs will take, judging by those of the race and the FLOPs of each."""
     known = [result.seconds for result in runs.of_variant(baseline) if result.seconds]
-    missing = [
+    costs = [
         variant.cost.tokens
         * (variant.cost.parameters / baseline.cost.parameters if size == 1 else size)
         / baseline.cost.tokens
-        for size, variants in sizes.items()
-        for variant in {variant.digest: variant for variant in variants.values()}.values()
-        for seed in range(config.seeds)
-        if not runs.is_known(f"{variant.digest}-{FIRST_RESERVED_SEED + seed}")
+        for size, variant, _ in missing
     ]
     text = f"{len(missing)} runs"
     if known and missing:
-        hours = sum(missing) * sum(known) / len(known) / 3600
+        hours = sum(costs) * sum(known) / len(known) / 3600
         text += f", about {hours:.1f} hours of one core or GPU, {hours / runs.jobs.max_running:.1f} hours from now"
     print(f"confirm: {text}", file=sys.stderr)
 
 
-def train(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]) -> None:
-    """Train all variants with the reserved seeds, one seed after another."""
+def train(config: ConfirmConfig, runs: Runs, missing: list[tuple[float, Variant, int]]) -> None:
+    """Train the missing runs, in their order."""
     start_time = time.monotonic()
-    planned = [
-        (variant, FIRST_RESERVED_SEED + seed)
-        for variants in sizes.values()
-        for seed in range(config.seeds)
-        for variant in variants.values()
-    ]
-    # Variants that train the same, such as an idea with the baseline's settings, have their runs in common.
-    todo = [*{(variant.digest, seed): (variant, seed) for variant, seed in planned}.values()]
+    todo = [(variant, seed) for _, variant, seed in missing]
 
     def next_run() -> Next:
         elapsed = time.monotonic() - start_time
         if config.minutes and elapsed + max(runs.durations, default=0) > 60 * config.minutes:
             return None
-        while todo:
-            variant, seed = todo.pop(0)
-            if not runs.is_known(f"{variant.digest}-{seed}"):
-                return variant, seed
-        return None
+        return todo.pop(0) if todo else None
 
     runs.train(next_run)
 
