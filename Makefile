@@ -5,7 +5,9 @@ INSTALL = $(if $(UV),$(UV) pip install --quiet --python .venv,.venv/bin/python -
 # Tests of this repository's own rules, pages and patches. A fork that changes them empties this line; all other tests still run.
 REPO_TESTS = tests/repo
 # Three files at a time: tests often wait for processes that they start, so three keep two cores busy, and two do not.
-PYTEST = .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
+# Where Python is told to store no compiled modules, each of the hundreds of programs that the tests start would compile them.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest \
+	--numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 10
 TESTS = $(if $(REPO_TESTS),,--ignore tests/repo)
 # The GPU tests also run where only torch, accelerate and transformers are installed; wheels/*.whl may add packages.
 GPU_PYTHON = $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
