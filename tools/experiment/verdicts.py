@@ -28,7 +28,6 @@ from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 LEVEL = 0.05  # false discovery rate of a race, and one minus the coverage of each interval
 MIN_BASELINE_RUNS = 4  # before anything is computed
-MIN_ERROR = 1e-12  # of a logarithm: runs with equal results have a variance of 0
 MIN_RUNS_OF_DISCOVERY = 4  # of an idea: fewer do not show whether it scatters more than others
 # The standard deviation of the mixture over effects, in standard deviations of a run. It tunes for which effects the
 # intervals are shortest, and the rates hold for any value.
@@ -90,17 +89,18 @@ def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
     Returns:
         The shrunk variances [groups], their degrees of freedom [groups], and the degrees of freedom of all groups
-        together, which no estimate exceeds.
+        together, which no estimate exceeds. All variances are 0 if the values of each group are equal.
     """
     freedom = np.array([max(len(group) - 1, 0) for group in groups], float)
-    variances = np.array([np.var(group, ddof=1) if len(group) > 1 else 0.0 for group in groups])
+    # Relative to the first value, so that the variance of equal values is exactly 0.
+    variances = np.array([np.var(np.subtract(group, group[0]), ddof=1) if len(group) > 1 else 0.0 for group in groups])
     total = float(freedom.sum())
     if not variances.any():
-        return variances, np.ones(len(groups)), 1.0
+        return variances, freedom, total
     # One group with a run that diverged must not widen all intervals, so a variance counts up to a multiple of the
-    # median.
-    highest = MAX_OF_MEDIAN * float(np.median(variances[freedom > 0]))
-    common = float(np.average(variances.clip(max=highest), weights=freedom)) or float(variances.mean())
+    # median of those that are not 0.
+    highest = MAX_OF_MEDIAN * float(np.median(variances[variances > 0]))
+    common = float(np.average(variances.clip(max=highest), weights=freedom))
     shrunk = (PRIOR_FREEDOM * common + freedom * variances) / (PRIOR_FREEDOM + freedom)
     return shrunk, np.minimum(PRIOR_FREEDOM + freedom, total), total
 
@@ -118,6 +118,9 @@ class Differences:
 def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> Differences:
     """Compare the means of pairs of groups by intervals and p-values that hold at every look.
 
+    If the values of each group are equal, as those of a coarse metric may be, nothing tells how much runs scatter: the
+    intervals are infinite and the p-values 1.
+
     Args:
         groups: log losses, at least one in each group of a pair.
         pairs: (baseline, variant), indices of groups.
@@ -125,24 +128,25 @@ def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]])
     variances, freedom, total = moderate_variances(groups)
     means = np.array([np.mean(group) if len(group) else math.nan for group in groups])
     first, second = np.array(pairs, int).reshape(-1, 2).T
+    effects = means[second] - means[first]
+    if not variances.any():
+        unknown = np.full(len(effects), math.inf)
+        return Differences(effects, half_widths=unknown, p=np.ones(len(effects)), standard_errors=unknown)
     counts = np.array([max(len(group), 1) for group in groups])
     squared_errors = variances / counts  # of the means
 
     # Welch and Satterthwaite's degrees of freedom of a difference.
     sums = squared_errors[first] + squared_errors[second]
     weights = squared_errors**2 / freedom
-    with np.errstate(invalid="ignore", divide="ignore"):
-        difference_freedom = np.minimum(sums**2 / (weights[first] + weights[second]), total)
-    errors = np.sqrt(sums).clip(MIN_ERROR)
-    difference_freedom = np.nan_to_num(difference_freedom, nan=1.0).clip(1)
-    effects = means[second] - means[first]
+    difference_freedom = np.minimum(sums**2 / (weights[first] + weights[second]), total)
+    errors = np.sqrt(sums)
 
     # The t-statistic becomes the normal quantile of the same tail, and the mixture over effects ~ N(0, scale^2) turns
     # that into a martingale: its inverse is the p-value, and the effects that it does not reject are the interval.
     # The scale follows the scatter of single runs, so the intervals suit losses that vary by 0.1% and by 10% alike, and
     # their width in standard errors depends on little but the numbers of runs.
     z = -ndtri(stdtr(difference_freedom, -np.abs(effects) / errors).clip(1e-300))
-    run_deviation = np.sqrt((variances[first] + variances[second]) / 2).clip(MIN_ERROR)
+    run_deviation = np.sqrt((variances[first] + variances[second]) / 2)
     ratio = (MIXTURE_SCALE * run_deviation / errors) ** 2
     p = np.exp(np.minimum(0.0, (np.log1p(ratio) - z**2 * ratio / (1 + ratio)) / 2))
     boundary = np.sqrt((1 + 1 / ratio) * (2 * math.log(1 / LEVEL) + np.log1p(ratio)))
@@ -248,10 +252,10 @@ def choose_next(baseline: Group, ideas: Sequence[Group], findings: Sequence[Find
     if not open_ideas or is_decided(findings, margin):
         return None
 
-    def optimistic(index: int) -> float:
+    def optimistic(index: int) -> tuple[float, int]:
         idea, finding = ideas[index], findings[index]
         deviation = finding.standard_error * math.sqrt(len(idea.values) / runs(idea))
-        return finding.effect - OPTIMISM * deviation
+        return finding.effect - OPTIMISM * deviation, runs(idea)  # of equal ones, that with the fewest runs
 
     best = min(open_ideas, key=optimistic)
     is_short = runs(baseline) < math.sqrt(len(open_ideas)) * np.mean([runs(ideas[index]) for index in open_ideas])

@@ -207,10 +207,17 @@ def test_equal_variances_are_pooled():
     assert shrunk == pytest.approx([1.0] * 3) and freedom == pytest.approx([6.0] * 3) and total == 6
 
 
-def test_values_without_any_scatter_are_compared():
-    """Two runs of the same bits, or a metric that is constant."""
-    found = compare([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]], [(0, 1), (0, 2)])
-    assert found.effects == pytest.approx([0.0, 1.0]) and np.isfinite(found.half_widths).all()
+def test_equal_values_of_a_coarse_metric_settle_nothing():
+    """Nothing tells how much runs scatter; one run that differs does, for all variants."""
+    equal = [group(*[value] * 6) for value in (0.1, -0.4, 0.1, 0.6)]  # the mean of 0.1 six times is not exactly 0.1
+    findings = assess(equal[0], equal[1:], MARGIN)
+    assert [finding.effect for finding in findings] == pytest.approx([-0.5, 0.0, 0.5])
+    assert {(finding.verdict, finding.half_width, finding.q) for finding in findings} == {("unknown", math.inf, 1.0)}
+    chosen = {choose_next(group(*[0.1] * 12), [*equal[1:], group(0.1)], [*findings, findings[0]], MARGIN)}
+    assert chosen == {3}, "the one with the fewest runs"
+    one_differs = assess(equal[0], [*equal[1:], group(0.1, 0.1, 0.1, 0.11)], MARGIN)
+    assert [finding.verdict for finding in one_differs] == ["better", "no gain", "worse", "no gain"]
+    assert min(finding.half_width for finding in one_differs) > 0.002
 
 
 # Verdicts and allocation
