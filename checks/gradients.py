@@ -156,7 +156,8 @@ def distillation_error(network: GPTModel, batch: dict[str, Tensor]) -> float:
     logged, _ = metrics.get("teacher_kl", (torch.inf, 1))
     ratios = logged / divergence, objective / expected
     gradient_error = (gradient - expected_gradient).norm() / expected_gradient.norm()
-    return max(gradient_error.item(), *(abs(ratio.item() - 1) for ratio in ratios))
+    errors = torch.stack([gradient_error, *(abs(ratio - 1) for ratio in ratios)])
+    return errors.max().item()  # NaN if one of them is; Python's max would depend on their order
 
 
 def train_gradients(

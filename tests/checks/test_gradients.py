@@ -177,6 +177,17 @@ def test_wrong_objective_with_teacher_is_found(fault, monkeypatch):
     assert errors_of(*LEARN, teacher=TEACHER)[DISTILLATION] > 0.2
 
 
+def test_nan_of_distillation_is_found(monkeypatch):
+    objective = model.loss.objective_of_logits
+
+    def with_nan(*arguments):
+        value, metrics = objective(*arguments)
+        return value, {name: metric * (math.nan if name == "teacher_kl" else 1) for name, metric in metrics.items()}
+
+    monkeypatch.setattr(model.loss, "objective_of_logits", with_nan)
+    assert math.isnan(errors_of(*LEARN, teacher=TEACHER)[DISTILLATION])
+
+
 class Cube(torch.autograd.Function):
     """A custom function of a fork."""
 
