@@ -109,7 +109,11 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         from data.integrity import hash_validation_text, stamp_files, verify  # imports pyarrow
 
         facts |= {"validation_text": hash_validation_text(corpora), "corpus_stamp": stamp_files(corpora)}
-        if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in run.sessions()[-1:]):
+        earlier = run.sessions()
+        if not earlier and start.checkpoint:  # a new branch: those of its parent that read the same corpus
+            parent = Run(start.checkpoint.resolve().parent.parent).sessions()
+            earlier = [row for row in parent if row.config and row.config["data"].get("hash") == config.data.hash]
+        if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in earlier[-1:]):
             print("The corpus was modified since the last start of this run; comparing the contents of its files ...")
             for corpus in corpora:
                 verify(corpus)

@@ -663,6 +663,17 @@ def test_resume_compares_contents_of_modified_files(corpus, folder, runs):
     assert status["state"] == "failed" and file.name in status["reason"]
 
 
+def test_branch_compares_contents_of_modified_files(corpus, folder, runs):
+    """With the files that the run read from which it continues."""
+    arguments = ["--data.path", corpus, "--global_batch_size", 4]
+    train_text(folder, runs, *arguments, "--stop_after", 1, exit_code=75)
+    branch = [*arguments, "--branch_from", runs / "run" / "checkpoints" / "step-00000001", "--steps", 2]
+    assert "modified" not in train_text(folder, runs, *branch, "--name", "same").stdout
+    flip(file := find_file(corpus), 100)
+    done = train_text(folder, runs, *branch, "--name", "other", exit_code=2)
+    assert f"train/{file.name}: it has another content than data.prepare wrote" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["a", "bpe"])
 def test_bits_per_byte_match_hand_calculation(folder, runs, name):
     """Sum of the target losses in nats, divided by the bytes of the targets and by ln 2."""
