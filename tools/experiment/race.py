@@ -23,7 +23,7 @@ import yaml
 
 from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
-from storage.files import lock, write_atomically
+from storage.files import lock, open_no_link, write_atomically
 from storage.json_objects import parse_object
 from tools.experiment import change, report, verdicts
 from tools.experiment.change import Checkouts, head_commit, idea_texts, is_patch, parse_idea, split_words
@@ -132,7 +132,8 @@ def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
 def open_experiment(folder: Path, checkouts: Checkouts) -> int:
     """Lock the folder of an experiment until the checkouts are removed; return the seed of its test data."""
     folder.mkdir(parents=True, exist_ok=True)
-    locked = checkouts.enter_context((folder / ".lock").open("w"))
+    opened = open(folder / ".lock", "a", opener=open_no_link)  # noqa: SIM115 - closed with the checkouts
+    locked = checkouts.enter_context(opened)
     if not lock(locked):
         remedy = "to add ideas, write patches into a folder that it was given"
         raise ConfigError(f"folder: another process runs {folder}; {remedy}")

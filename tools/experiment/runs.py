@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config.errors import RunError
-from storage.files import sha256
+from storage.files import open_no_link, sha256
 from storage.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT
 from tools.experiment.variant import (
@@ -254,7 +254,7 @@ class Runs:
     def _keep(self, results: Iterable[Result]) -> None:
         """Add results to the file, where a later row of a run replaces an earlier one, and remove checkpoints."""
         for result in results:
-            with open(self.folder / "results.jsonl", "ab+") as file:
+            with open(self.folder / "results.jsonl", "ab+", opener=open_no_link) as file:
                 end = file.tell()
                 file.seek(max(0, end - 1))
                 is_torn = file.read() not in (b"", b"\n")  # a killed process may leave a part of a line

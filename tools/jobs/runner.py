@@ -5,13 +5,13 @@ the same directory mounted, is left to that process, and started here if that pr
 several times, divides the work. This module does not import torch.
 """
 
-import errno
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -23,10 +23,11 @@ from typing import NamedTuple, NoReturn
 from tqdm import tqdm
 
 from checkpoint.identity import code_hash
-from config.errors import RunError
+from config.errors import RunError, error_kind
 from distributed.cores import available_cores
 from distributed.signals import signals_to_catch
 from run.directory import Run, Status
+from storage.files import open_no_link
 
 MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
 EXIT_STOPPED = 75  # of train.py, after a signal
@@ -70,9 +71,8 @@ class Job:
         """
         if self.status_stamp() not in (None, stamp) and (status := self.run.status()):
             return status
-        disk = shutil.disk_usage(self.output.parent) if self.output.exists() else None
-        if disk and disk.total and disk.free < MIN_FREE_BYTES:  # total 0 where a file system does not know
-            return Status("failed", 0, os.strerror(errno.ENOSPC), "disk_full")
+        if self.output.exists() and (full := find_full_disk(self.output.parent)):
+            return Status("failed", 0, full, "disk_full")
         return Status("failed", 0, self.error_line(), "error")
 
     def error_line(self) -> str:
@@ -82,6 +82,21 @@ class Job:
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line.partition("error: ")[2] for line in lines if line.startswith("train.py: error: ")]
         return next(iter([*errors, *lines[-1:]]), "it printed nothing")
+
+
+def find_full_disk(folder: Path) -> str:
+    """Return the error of a disk or quota without room for a small file; "" if there is room.
+
+    Some file systems, such as BlobFuse, report 0 free bytes, so a file is written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(MIN_FREE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return str(error.strerror) if error_kind(error) == "disk_full" else ""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -232,7 +247,7 @@ class JobRunner:
             process = subprocess.Popen(job.command, start_new_session=True, env=environment)
             return Started(process, *started)
         job.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(job.output, "w") as output:
+        with open(job.output, "w", opener=open_no_link) as output:
             process = subprocess.Popen(
                 job.command, start_new_session=True, env=environment, stdout=output, stderr=subprocess.STDOUT
             )

@@ -261,6 +261,17 @@ def test_second_command_in_a_folder_is_refused(experiments):
     assert not experiments.started() and experiments.race_file().read_text() == before
 
 
+@pytest.mark.parametrize("name", [".lock", "results.jsonl"])
+def test_experiment_writes_through_no_link(name, experiments, tmp_path):
+    """Somebody else may have made the folder."""
+    (precious := tmp_path / "precious").write_text("{}\n")
+    experiments.race(A, runs=4)
+    (file := experiments.folder() / name).unlink()
+    file.symlink_to(precious)
+    experiments.race(B, runs=8, error=OSError)
+    assert precious.read_text() == "{}\n"
+
+
 def test_first_runs_are_of_all_variants(experiments):
     """Runs in training count as if they had ended."""
     experiments.race(A, B, jobs=8, runs=6)

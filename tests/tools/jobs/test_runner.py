@@ -1,5 +1,6 @@
 """JobRunner: which process trains a run, its cores or GPU, how it ends, and what a signal does."""
 
+import errno
 import fcntl
 import json
 import os
@@ -156,16 +157,37 @@ def test_train_full_disk_raises_run_error(run):
         JobRunner(1).train([run("one", "fills the disk")])
 
 
-def test_train_silent_run_on_full_disk_raises_error(run, monkeypatch):
-    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**9, free=4096))
-    with pytest.raises(RunError, match="No space left on device; free some space"):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space"),
+        (errno.EDQUOT, "Disk quota exceeded; free some space"),
+        (None, "it printed nothing"),
+    ],
+)
+def test_silent_run_on_full_disk_is_found_by_writing(code, message, run, monkeypatch):
+    """The free bytes that a file system reports say nothing: BlobFuse reports 0."""
+
+    def write(dir):
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+        return temporary_file(dir=dir)
+
+    temporary_file = runner.tempfile.TemporaryFile
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=10**9, free=0))
+    monkeypatch.setattr(runner.tempfile, "TemporaryFile", write)
+    with pytest.raises(RunError, match=message):
         JobRunner(1).train([run("one", "prints nothing")])
 
 
-def test_train_silent_run_on_unknown_disk_is_no_full_disk(run, monkeypatch):
-    monkeypatch.setattr(runner.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))
-    with pytest.raises(RunError, match="it printed nothing"):
-        JobRunner(1).train([run("one", "prints nothing")])
+def test_output_is_written_through_no_link(run, tmp_path):
+    (precious := tmp_path / "precious").write_text("mine")
+    job = run("one")
+    job.output.parent.mkdir(parents=True)
+    job.output.symlink_to(precious)
+    with pytest.raises(OSError, match="one.log"):
+        JobRunner(1).train([job])
+    assert precious.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
