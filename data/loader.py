@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from config.errors import RunError
 from data.sampler import GlobalBatches
-from distributed.signals import ignore_stop_signals
+from distributed.signals import ignore_stop_signals, set_handler
 
 Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`.
@@ -125,7 +125,7 @@ class BatchLoader:
         finally:
             # At exit Python terminates its child processes and joins them. Workers ignore SIGTERM, so a hanging one
             # would keep the run from ending: kill them. torch's handler of SIGCHLD would raise an error when they die.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            set_handler(signal.SIGCHLD, signal.SIG_DFL)
             for process in workers:
                 process.kill()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from distributed.collectives import broadcast_from_main
-from distributed.signals import STOP_SIGNALS, Preempted, StopSignal
+from distributed.signals import STOP_SIGNALS, Preempted, StopSignal, set_handler
 from distributed.world import is_main_process
 
 
@@ -34,6 +34,6 @@ def nested_training() -> Iterator[None]:
     finally:
         if not StopSignal.received:  # otherwise StopSignal's handler stays, so that a second signal ends the process
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                set_handler(number, handler)
     if any(gather_object([StopSignal.received])):
         raise Preempted("stopped by a signal before the end")

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from types import FrameType
@@ -39,10 +41,19 @@ def launcher_is_gone() -> bool:
     return launcher() not in (None, os.getppid())
 
 
+def set_handler(number: int, handler: Callable | int | None) -> None:
+    """Set the handler of a signal; in another thread than the main one do nothing, because Python does not allow it.
+
+    A run in such a thread, as in Streamlit or Ray, trains as any other, but no signal makes it save and stop.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
+
+
 def ignore_stop_signals() -> None:
     """Ignore all stop signals in this process from now on."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        set_handler(number, signal.SIG_IGN)
 
 
 def signals_to_catch() -> list[signal.Signals]:
@@ -60,7 +71,7 @@ class StopSignal:
         StopSignal.received = False
         self._first_time = 0.0
         for number in signals_to_catch():
-            signal.signal(number, self._receive)
+            set_handler(number, self._receive)
 
     def requested(self) -> bool:
         """Return whether this process should stop after this step."""

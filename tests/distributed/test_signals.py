@@ -326,3 +326,20 @@ scripts.run_and_exit("train")
     done = forked.run("-c", [code], 0, environment())
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith("train.py: interrupted\n") and "Traceback" not in done.stderr
+
+
+def test_training_in_another_thread_ignores_signals(runs):
+    """Python allows signal handlers in the main thread alone; Streamlit and Ray train in others."""
+    code = f"""
+import sys, threading
+import torch
+import train
+from config.parser import parse_config
+config = parse_config([*{TINY_STORIES!r}, "--steps", "2", "--data.num_workers", "1", "--out_dir", {str(runs)!r}])
+thread = threading.Thread(target=train.main, args=(config,))
+thread.start()
+thread.join()
+"""
+    done = forked.run("-c", [code], 0, environment())
+    assert done.returncode == 0 and "Training finished." in done.stdout, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
