@@ -7,12 +7,17 @@ from config.errors import ConfigError
 
 def num_processes() -> int:
     """Return the number of processes on all machines."""
-    return read_number("WORLD_SIZE", 1)
+    if (number := read_number("WORLD_SIZE", 1)) == 0:
+        raise ConfigError("WORLD_SIZE: 0 processes; unset it, or use accelerate launch or torchrun")
+    return number
 
 
 def process_rank() -> int:
-    """Return the rank of this process among all processes, from 0."""
-    return read_number("RANK", 0)
+    """Return the rank of this process among all processes, from 0.
+
+    A RANK without other processes is left behind in a shell.
+    """
+    return read_number("RANK", 0) if num_processes() > 1 else 0
 
 
 def read_number(variable: str, default: int) -> int:

@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from config.errors import ConfigError
 from config.schema import DataConfig, TeacherConfig, TrainConfig
-from distributed import launch_checks
+from distributed import launch_checks, world
 from distributed.launch import uses_cpu
 from tests.conftest import ROOT, TINY_STORIES, environment, train, what_is_started
 from tests.support.forked import Launch, free_port
@@ -336,12 +336,21 @@ def test_variables_left_by_a_launcher_are_named(variables, named, runs):
     )
 
 
-@pytest.mark.parametrize("variables", [{"WORLD_SIZE": ""}, {"WORLD_SIZE": "two"}], ids=str)
-def test_variables_without_number_are_refused(variables, runs):
-    """They are read before torch is imported."""
-    done = train(*TINY_STORIES, "--out_dir", runs, exit_code=2, **variables)
+@pytest.mark.parametrize("value", ["", "two", "0"])
+def test_number_of_processes_is_a_positive_number(value, runs):
+    """It is read before torch is imported."""
+    done = train(*TINY_STORIES, "--out_dir", runs, exit_code=2, WORLD_SIZE=value)
     assert done.stderr.startswith("train.py: error: WORLD_SIZE: ") and done.stderr.count("\n") == 1
-    assert "is not a number; unset it" in done.stderr
+    assert "; unset it, or use accelerate launch" in done.stderr
+
+
+def test_rank_without_other_processes_is_ignored(monkeypatch):
+    """Otherwise its errors would be printed after 30 s, in which the main process could print them."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert world.process_rank() == 0 and world.is_main_process()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert world.process_rank() == 1 and not world.is_main_process()
 
 
 @pytest.mark.slow
