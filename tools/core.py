@@ -79,8 +79,8 @@ def adapt_page(page: Path, out: Path, commit: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Copy the files into the folder that the only argument names, and adapt the pages."""
-    if not arguments or not arguments[0]:
-        refuse("OUT: no folder is given; name a new one: make core OUT=DIR")
+    if len(arguments) != 1 or not arguments[0] or arguments[0].startswith("-"):
+        refuse(f"OUT: {' '.join(arguments)!r} is not a folder; name a new one: make core OUT=DIR")
     out = Path(arguments[0]).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         refuse(f"OUT: {out} already exists and is not an empty folder; name a new one")

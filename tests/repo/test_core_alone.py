@@ -38,6 +38,14 @@ def test_core_refuses_used_and_missing_folder(folder, tmp_path):
     assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == sorted(files)
 
 
+@pytest.mark.parametrize("words", [[], ["--colour"], ["new", "other"]], ids=str)
+def test_core_takes_one_folder_and_no_option(words, tmp_path):
+    command = [sys.executable, ROOT / "tools/core.py", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("make core: error: OUT: ")
+    assert not list(tmp_path.iterdir())
+
+
 def git(directory, *arguments):
     identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
     subprocess.run(["git", *identity, *arguments], cwd=directory, check=True, capture_output=True)
