@@ -51,7 +51,14 @@ class Part(NamedTuple):
 
 def parts_of_one(options: argparse.Namespace) -> list[Part]:
     """Return the tests marked `cuda`, and the groups of the benchmarks `cuda_graph` and `gpu`."""
-    parts = [Part("tests", "the tests that need a GPU", 5, lambda: run_marked_tests(options))]
+    # Two parts, because together they may take longer than a call.
+    chosen = {"tests": "not cuda_graph", "tests of cuda_graph": "cuda_graph"}
+    if options.quick:
+        chosen = {"tests": "chunked_loss or tree_sum"}
+    parts = [
+        Part(name, f"the tests that need a GPU, {words}", 6, partial(run_marked_tests, words))
+        for name, words in chosen.items()
+    ]
     for name in ("cuda_graph", "gpu"):
         groups = list(getattr(gpu, name)(options))
         for group, cases, baselines in groups[: 1 if options.quick else None]:
@@ -66,11 +73,10 @@ def parts_of_one(options: argparse.Namespace) -> list[Part]:
     return parts
 
 
-def run_marked_tests(options: argparse.Namespace) -> Result:
-    """Run pytest; with --quick, the tests of kernels alone."""
+def run_marked_tests(chosen: str) -> Result:
+    """Run the tests that pytest selects by these words."""
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.cuda" in file.read_text()]
-    chosen = ["-k", "chunked_loss or tree_sum"] if options.quick else []
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "-q", *chosen, *files]
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-k", chosen, "-rfE", "-q", *files]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines() or [""]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])}
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -313,7 +319,10 @@ def has_result(part: Part, record: Result) -> bool:
 
 
 def run_parts(parts: list[Part], report: Path, minutes: float) -> Result:
-    """Run the parts without a result, as far as the time goes, and return the report."""
+    """Run the parts without a result, as far as the time goes, and return the report.
+
+    Parts that an earlier call has tried in vain come last, so that one that always fails does not use up every call.
+    """
     deadline, facts = time.monotonic() + 60 * minutes, anonymous(machine())
     record: Result = json.loads(report.read_text()) if report.exists() else {}
     if record.get("machine") != facts:
@@ -322,7 +331,7 @@ def run_parts(parts: list[Part], report: Path, minutes: float) -> Result:
     for part in parts:
         print(f"  {'has a result' if has_result(part, record) else f'{part.minutes:.2g} min':>12}  {part.what}")
     print(flush=True)
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.name in record["parts"]):
         left = deadline - time.monotonic()
         if has_result(part, record) or left < 60 * min(part.minutes, minutes / 2):
             continue

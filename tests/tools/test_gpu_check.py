@@ -64,6 +64,15 @@ def test_stops_when_time_is_over(tmp_path):
     assert calls == ["slow"] and "later: not run yet" in page(parts, record)
 
 
+def test_part_that_failed_before_comes_last(tmp_path):
+    """Also one that took all the time: the next call runs the others first."""
+    calls, report = [], tmp_path / "report.json"
+    slow, other = part("slow", lambda: time.sleep(60), 0.01, calls), part("other", {}, 0.01, calls)
+    run_parts([slow, other], report, 0.015)
+    record = run_parts([slow, other], report, 0.03)
+    assert calls[:3] == ["slow", "other", "slow"] and has_result(other, record), calls
+
+
 def test_report_has_no_names_of_machine_user_or_paths():
     private = [f"{ROOT}/train.py", f"{Path.home()}/x", "/tmp/tmpab12/run", socket.gethostname(), "10.1.2.3:29500"]
     shown = anonymous({"error": f"failed: {' '.join(private)}", "tokens_per_second": [1.5], "kept": "bf16 1/2 fp32"})
