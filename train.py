@@ -73,16 +73,19 @@ def main(config: TrainConfig) -> None:
     Start from the newest valid checkpoint of the run, else from `config.branch_from`, else from step 0.
 
     Raises:
-        ConfigError: the settings do not fit the launch, the data or the run directory, or the data are damaged.
+        ConfigError: the settings do not fit the launch, the data, the run directory or the models that they name, or
+            the data or all checkpoints are damaged.
         RunError: the run cannot go on, for example because the loss is NaN, the processes' states differ, or a
             checkpoint cannot be written.
-        Preempted: a signal or `stop_after` stopped the run, after saving a checkpoint.
+        Preempted: a signal, the end of the launcher or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    # Write how the session ends to status.json (finished, preempted or failed), once `open_run` has locked the run.
+    # On exit, write to status.json how the session ended: finished, preempted or failed. A session that fails before
+    # `open_run` has locked the run writes nothing.
     with record_outcome(run):
         # Checks that need no communication run before the process group exists. `resolve` loads the data and the
-        # models of `init_from` and `teacher.path`, and fills in null settings that they determine.
+        # models of `init_from` and `teacher.path`, and fills in null settings that depend on them, on the launch or on
+        # the existing run.
         check_launch(config)
         trackers.check(config)
         config, corpus, models = resolve(config, run)
@@ -98,7 +101,8 @@ def main(config: TrainConfig) -> None:
         if start.step < config.steps:
             train(config, corpus, run, start, accelerator, stop_signal, models)
         else:
-            check_finite_val_loss(start.metrics, start.step)  # NaN is an error also when the command is repeated
+            # A run whose last validation loss was NaN has failed, and fails again when its command is repeated.
+            check_finite_val_loss(start.metrics, start.step)
             accelerator.print(f"{run.path} is complete: all {config.steps} steps are done.")
         accelerator.wait_for_everyone()  # the outcome is "finished" only if every process gets here
     accelerator.print("Training finished.")
@@ -113,20 +117,18 @@ def train(
     stop_signal: StopSignal,
     models: PretrainedModels,
 ) -> None:
-    """Train from `start.step` to the last step; called by all processes together.
-
-    `state.model` is what Accelerate made of the model, such as DDP, and `state.network` the GPTModel in it.
-    """
+    """Train from `start.step` to the last step; called by all processes together."""
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
-    # trial in a child process decides whether the steps use one; the summary below prints what it found.
+    # trial in a child process decides whether the steps use one; the summary below prints what it found. In `state`,
+    # `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
     use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the size of
-    # its output. Hooks of the optimizer measure the norms, and hooks of the blocks measure their outputs.
+    # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the root
+    # mean square of its output. Hooks of the optimizer measure the norms, and hooks of the blocks the outputs.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # Prepare to load the data. Global batch s is a function of (config, s), so there is no position to restore.
@@ -181,12 +183,13 @@ def train(
 
         metrics: dict[str, Any] = {}  # of the newest step; after the loop, of the final one
         for step, micro_batches in enumerate(loader.batches(start.step, config.steps), start.step):
+            # Logs, evaluations, checkpoints and traces are numbered by completed steps; the initial model is 0.
+            completed = step + 1
             if profiler:
-                profiler.step()  # tells the profiler that step number `completed` (see below) begins
+                profiler.step()  # tells the profiler that step number `completed` begins
 
             # Decide what to do after this step. An action is due every so many steps and after the last one; with 0 it
-            # is never due. Logs, evaluations and checkpoints are numbered by completed steps; the initial model is 0.
-            completed = step + 1
+            # is never due.
             log_now = is_due(config.tracking.log_every, config, completed)
             eval_now = is_due(config.evaluation.every, config, completed)
             stop_now = completed == config.stop_after and completed < config.steps
@@ -195,19 +198,21 @@ def train(
             # Record the statistics of the blocks, if they are enabled, in steps that log. A recorded step uses no CUDA
             # graph, because a graph would not run the hooks.
             with block_statistics.record(log_now):
-                # If a save has failed, ask all processes to stop. They stop together, after this step or the next one,
-                # and `saver.save` raises the reason. With `checkpoint.on_failure: continue`, `failed` stays False.
+                # After a signal or a failed save, ask all processes to stop. They see the request in the result of this
+                # step, which may be read one step later, and stop together. `saver.save` raises the reason of a failed
+                # save. With `checkpoint.on_failure: continue`, `failed` stays False.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
-            # Without `wait`, read the result of the previous step while the device computes this one; the first step of
-            # a session has no previous one, so the result is None. With `wait`, the host waits for the loss and the
-            # gradient norm of this step, and reads them. If updates may be skipped, train_step has done that already.
+            # With `wait`, the host waits for the loss and the gradient norm of this step. Otherwise `read` returns the
+            # result of the previous step while the device computes this one; in the first step of a session that is
+            # None. If updates may be skipped, train_step has waited already, and `read` returns this step's result.
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
-            # see a flag in the same step. A stop saves this step. So if `read` finds a flag in the previous step, it
-            # reads this step too, and raises if an update that is not finite was applied.
+            # see a flag in the same step. A stop saves a checkpoint of this step, so its result must be read before. If
+            # `read` finds a flag in the previous step, it waits for this step too, and raises if an update that is not
+            # finite was applied.
             if result is not None and result.stop:
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway
@@ -283,15 +288,16 @@ def train_step(
     apply_schedules(state.optimizer, state.network, config, step)
 
     # Count the local target tokens, and start the all-reduce that adds up the counts of all processes. It overlaps the
-    # first forward, unless that is a CUDA graph, which waits for it first. The number of processes is that of `results`
-    # and not of the launch: verify.py also takes this step as one process, on every process of a launch.
+    # first forward, unless that is a CUDA graph, which waits for it first. `results.num_processes` may be less than in
+    # the launch: to check DDP, verify.py also takes this step on each process alone, with `results.num_processes` 1.
     predicts_next_token = state.network.predicts_next_token
     num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
 
     # Compute the factor of the gradients. In fp16 `scale` keeps them from underflowing; otherwise it is 1. It is a
     # function of the step and of the number of skipped updates, so there is no state of a GradScaler to save. DDP and
-    # FSDP2 average the gradients over the processes, so multiply by their number to get the sum. A reducer sums itself.
+    # FSDP2 average the gradients over the processes, so multiply by their number to get the sum. A reducer computes the
+    # sum, without this factor.
     scale = loss_scale(accelerator.mixed_precision, step, results.skipped.total)
     grad_scale = scale * (1 if state.reducer else results.num_processes)
 
@@ -300,7 +306,8 @@ def train_step(
     outputs = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        # Seed dropout by the micro-batch's index in the global batch, which `index` and the rank give.
+        # Seed dropout by the micro-batch's index in the global batch (computed from `index` and the rank), so that the
+        # dropout masks do not depend on the number of processes.
         state.seed_micro_batch(step, index, len(micro_batches))
         with nullcontext() if is_last else accelerator.no_sync(model):
             outputs.append(compute(batch, num_targets, grad_scale, all_reduce))
@@ -382,7 +389,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     network = GPTModel(config.model)
     if models.initial:
         copy_initial_weights(network, models.initial)
-    prepare_network(network, config, device)  # tf32, torch.compile, activation checkpointing, chunked loss
+    prepare_network(network, config, device)  # CPU kernels, tf32, torch.compile, activation checkpointing, chunked loss
     if models.teacher:
         add_teacher(network, models.teacher.model, config, device)
     optimizer = build_optimizer(network, config.optimizer, config.evaluation.ema_decay)
@@ -417,7 +424,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
     """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
 
-    If step `step` has only one micro-batch, the second one is from the next step.
+    The trial captures a graph of the first micro-batch and checks the gradients that it computes of the second one. If
+    step `step` has only one micro-batch, the second one is from the next step.
     """
     run = Run.from_config(config)
     config, corpus, models = resolve(config.replace(cuda_graph=True), run)

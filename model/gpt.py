@@ -191,8 +191,8 @@ class Output(NamedTuple):
 class Teacher:
     """The model from which another one learns by distillation (`teacher.path`).
 
-    pretrained/load.py loads it in eval mode, and training/prepare_model.py freezes it. This class is no nn.Module, so
-    the state_dict of the model that learns, and its checkpoints, omit the teacher.
+    pretrained/load.py loads it in eval mode, and training/prepare_model.py freezes it. This class is not an nn.Module,
+    so the state_dict of the model that learns, and its checkpoints, omit the teacher.
     """
 
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
@@ -217,9 +217,11 @@ class GPTModel(GenerativeModel):
         windows: the window of sliding-window attention of each block; None: full attention.
         predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
             fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
-            position is its own label, and whatever needs next-token predictions is left out (perplexity, excess loss,
-            bits per byte, `score_logits`, generated texts, two checks of verify.py) or refused (`stream`, export.py,
-            tools.experiment).
+            position is its own label, and whatever needs next-token predictions is left out or refused. Left out are
+            perplexity, excess loss, bits per byte, the corpus's `score_logits`, the texts that are sampled during
+            training, and verify.py's checks of the KV cache, of the masks and against transformers. Refused are
+            `stream` and `generate` of the model, export.py, `tracking.log_model`, a teacher from transformers, and
+            tools.experiment.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -260,9 +262,9 @@ class GPTModel(GenerativeModel):
         """Initialise the weights (Radford et al. 2019, section 2.3).
 
         Each weight has its own random generator, seeded by the parameter's name and the seed that was last given to
-        torch.manual_seed; so two models built after one call have the same weights. With the same seed, variants of a
-        model share the weights in this table whose name, shape and standard deviation they share. Another n_layers
-        changes the standard deviation of out_proj and down_proj.
+        torch.manual_seed; so two models built after one call have the same weights. Two variants of a model, built with
+        the same seed, have equal initial values for each weight in this table that has the same name, shape and
+        standard deviation in both. Another n_layers changes the standard deviation of out_proj and down_proj.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -276,7 +278,8 @@ class GPTModel(GenerativeModel):
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
         (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is initialised like the row with its
         name; an nn.Linear or nn.Embedding of another name with std 0.02. Parameters of other modules keep the values
-        that their module gave them; random ones depend on the layers that were built before.
+        that their module gave them. Random ones come from torch's global generator, so they depend on the layers that
+        were built before.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -319,11 +322,12 @@ class GPTModel(GenerativeModel):
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
             logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
-                `labels`, none with them, because logits are by far the largest tensor of a training step.
-            position_ids: int64 [B, T], restarting from 0 at each document. Attention stays within a document. The last
-                token of a text predicts the first token of the next text, which is right, because every text begins
-                with the end-of-text token; the first token of a conversation is no target. Not supported together with
-                `attention_mask`.
+                `labels`, none with them, because with a large vocabulary logits are by far the largest tensor of a
+                training step.
+            position_ids: int64 [B, T], restarting from 0 at each document: a text or a conversation. Attention stays
+                within a document, but the last token of a document predicts the first token of the next. For texts
+                that is right, because each begins with the end-of-text token; the first token of a conversation is not
+                a target. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
 
@@ -405,7 +409,7 @@ class GPTModel(GenerativeModel):
 
         Forward and backward together take 6 per matmul parameter. In each layer, attention scores and the weighted sum
         of values take 12 n_heads head_dim per position of the window, or of seq_len without a window; by convention
-        this is not halved for causal attention.
+        this is not halved for causal attention. The forward of a teacher is not counted.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)  # positions, over all layers
         attention_flops = 12 * self.config.n_heads * self.config.resolved_head_dim * attended
