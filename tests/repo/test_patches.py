@@ -1,5 +1,6 @@
 """The experiments of docs/patches apply, train, resume and are verified."""
 
+import random
 import re
 import shlex
 import shutil
@@ -82,6 +83,17 @@ def test_patches_apply_alone_and_together(tool, tmp_path):
         assert done.returncode == 0, done.stdout
         for name, *_ in reversed(order):
             apply(name, tool, directory, "--reverse")
+
+
+def test_patches_apply_in_any_order(tmp_path):
+    """The test above has both orders of each pair; a third patch could repeat the lines that a patch looks for."""
+    directory = copy_of_the_repository(tmp_path / "copy")
+    for seed in range(10):
+        order = random.Random(seed).sample(ON_TOP_OF_EACH_OTHER, len(ON_TOP_OF_EACH_OTHER))
+        for name, *_ in order:
+            apply(name, "git", directory)
+        for name, *_ in reversed(order):
+            apply(name, "git", directory, "--reverse")
 
 
 SHARED_ROWS = """
