@@ -7,6 +7,7 @@ and wrong settings are reported at once. This module imports nothing that import
 import atexit
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -196,7 +197,8 @@ def explain_full_memory(error: Exception) -> str:
 def explain_failed_compilation(error: Exception) -> str:
     """Write the traceback of torch.compile's error to a file and return what to print instead."""
     # torch adds two lines about its own logs.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "TORCH" not in line]
+    own = re.compile("TORCHDYNAMO_VERBOSE|TORCH_LOGS")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not own.search(line)]
     with tempfile.NamedTemporaryFile("w", prefix="torch-compile-", suffix=".log", delete=False) as log:
         traceback.print_exc(file=log)
     return (

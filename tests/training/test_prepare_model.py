@@ -139,16 +139,23 @@ def test_trains_uncompiled_with_space_in_cache_path(tmp_path):
     assert done.stdout.endswith("Training finished.\n")
 
 
-def refuse_to_compile(config):
-    raise CppCompileError(["c++"], "a.cpp: note: first\na.cpp:7: error: no such instruction\n\nSet TORCH_LOGS=1\n")
+LOGS = """
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+For even more developer context, set TORCH_LOGS="+dynamo"
+"""
+NOEXEC = "OSError: /tmp/a.so: failed to map segment from shared object. Perhaps noexec; set TORCHINDUCTOR_CACHE_DIR."
 
 
-def test_failed_compilation_prints_last_line(monkeypatch, capsys):
+@pytest.mark.parametrize("last", ["a.cpp:7: error: no such instruction", NOEXEC])
+def test_failed_compilation_prints_last_line(last, monkeypatch, capsys):
+    def refuse_to_compile(config):
+        raise CppCompileError(["c++"], f"a.cpp: note: first\n{last}\n{LOGS}")
+
     monkeypatch.setattr("sys.argv", ["train.py", *TINY])
     monkeypatch.setattr("train.main", refuse_to_compile)
     assert run_script("train") == 1
     message = capsys.readouterr().err
-    error = r"train.py: error: compile: torch.compile failed: a.cpp:7: error: no such instruction\n"
+    error = rf"train.py: error: compile: torch.compile failed: {re.escape(last)}\n"
     [log] = re.findall(error + r"All of its output is in (\S+)\. .*--compile false\.\n$", message)
     assert "Traceback" not in message and "in refuse_to_compile" in Path(log).read_text()
     Path(log).unlink()
