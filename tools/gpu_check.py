@@ -281,9 +281,12 @@ def anonymous(value: Any) -> Any:
     for known in (ROOT, Path.home(), Path(sys.prefix)):
         value = value.replace(f"{known}/", "")
     value = re.sub(r"(?<![\w.])/[\w.+@~-]+(/[\w.+@~-]+)+", lambda match: match[0].rpartition("/")[2], value)
-    for private in {socket.gethostname(), Path.home().name} - {"root", ""}:
+    host = socket.gethostname()
+    private_names = {host, host.partition(".")[0], Path.home().name} - {"root", ""}
+    for private in sorted(private_names, key=len, reverse=True):
         value = re.sub(rf"\b{re.escape(private)}\b", "...", value)
-    return re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "...", value)
+    value = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "...", value)
+    return re.sub(r"(?i)(?<![\w:])[\da-f]{0,4}(:[\da-f]{0,4}){2,7}(?![\w:])", "...", value)  # IPv6
 
 
 def summarized(output: str) -> str:

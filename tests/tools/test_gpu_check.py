@@ -73,8 +73,11 @@ def test_part_that_failed_before_comes_last(tmp_path):
     assert calls[:3] == ["slow", "other", "slow"] and has_result(other, record), calls
 
 
-def test_report_has_no_names_of_machine_user_or_paths():
+def test_report_has_no_names_of_machine_user_or_paths(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node12.cluster.example")
     private = [f"{ROOT}/train.py", f"{Path.home()}/x", "/tmp/tmpab12/run", socket.gethostname(), "10.1.2.3:29500"]
     shown = anonymous({"error": f"failed: {' '.join(private)}", "tokens_per_second": [1.5], "kept": "bf16 1/2 fp32"})
     assert shown["error"] == "failed: train.py x run ... ...:29500"
+    addresses = anonymous("c10::Error at gpu.cpp:12:34 (node12, [fe80::1a:2b%eth0]:29500) node12.cluster.example")
+    assert addresses == "c10::Error at gpu.cpp:12:34 (..., [...%eth0]:29500) ..."
     assert shown["tokens_per_second"] == [1.5] and shown["kept"] == "bf16 1/2 fp32"
