@@ -5,13 +5,19 @@ restore its memory allocator and random generator (see the comment in `CUDAGraph
 later allocation or dropout may raise. The child takes this state with it when it ends.
 """
 
+import math
 import multiprocessing
 import os
+import pickle
+import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import combinations
 from multiprocessing.connection import Connection
+from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -33,6 +39,7 @@ MAX_PARAMETERS = 50_000_000
 # A trial takes seconds, which fewer micro-batches would not save.
 MIN_MICRO_BATCHES = 2_000
 MAX_SECONDS = 300
+MAX_SECONDS_TO_END = 10  # a process that waits for a broken driver ends neither by itself nor when it is killed
 
 
 def choose_graph(
@@ -69,22 +76,24 @@ def try_in_child(build: Callable[[], tuple[TrainState, list[Batch]]], timeout_se
     child = context.Process(target=_run_trial, args=(sender, build))
     try:
         child.start()
-    except OSError as error:
+    except Exception as error:  # of the system, of pickle, or because this process may have no children
         return False, f"the child process cannot start: {error}"
     sender.close()  # so that the end of the child ends the wait
     try:
         if receiver.poll(timeout_seconds):
             return receiver.recv()
         return False, f"the trial took more than {timeout_seconds:g} s"
-    except EOFError:
-        child.join()
+    except (EOFError, OSError):  # OSError: in the middle of the result
+        child.join(MAX_SECONDS_TO_END)
         return False, f"the trial ended with exit code {child.exitcode}"
     finally:
         child.kill()
-        child.join()
+        child.join(MAX_SECONDS_TO_END)
 
 
 def _run_trial(sender: Connection, build: Callable[[], tuple[TrainState, list[Batch]]]) -> None:
+    with suppress(OSError):  # if the memory of the machine runs out, Linux kills this process, not that of the run
+        Path("/proc/self/oom_score_adj").write_text("1000")
     for name in filter(LAUNCH_VARIABLE.fullmatch, list(os.environ)):
         del os.environ[name]
     with open(os.devnull, "w") as nowhere:
@@ -108,10 +117,15 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
     ]
     scale = loss_scale(state.accelerator.mixed_precision, step=0, skipped=6)  # 2**10 in fp16
 
+    draws_on_host = False
+
     def gradients(compute: Callable[..., tuple], batch: Batch) -> list[Tensor]:
         """Return the loss and the gradients of a micro-batch."""
+        nonlocal draws_on_host
         state.seed_micro_batch(step=0, index=int(batch is second), num_micro_batches=2)
+        before = host_generators()
         loss, _ = compute(batch, count_targets(batch["labels"], state.network.predicts_next_token), scale)
+        draws_on_host = host_generators() != before
         return [loss, *fill_missing_gradients(state.parameters)]
 
     # Weights that are zero at the start, as with zero_init, would make the gradients of others zero.
@@ -119,20 +133,29 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
         for parameter in state.parameters:
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
-    # An optimizer step allocates the optimizer's state. The graph's memory stays allocated while the gradients without
-    # a graph are computed, as during an evaluation. So what fits here fits in the run.
+    # An optimizer step allocates the optimizer's state. The graph's memory stays allocated during an evaluation, and
+    # while the gradients without a graph are computed. So what fits here fits in the run.
     gradients(state.graph.forward_backward, first)
     state.optimizer.step()
     state.optimizer.zero_grad()
     gradients(state.graph, first)  # captures
     state.optimizer.zero_grad()
     captured = state.graph.graph
+    copies = math.ceil(state.config.evaluation.micro_batch_size / state.config.micro_batch_size)
+    state.model.eval()
+    with torch.no_grad():
+        state.model(**{name: torch.cat([rows] * copies) for name, rows in first.items()}, num_items_in_batch=1.0)
+    state.model.train()
     results = []
     for compute in (state.graph, *[state.graph.forward_backward] * 3):
         results.append(gradients(compute, second))
         state.optimizer.zero_grad()
     if state.graph.graph is not captured:
-        return False, "the forward changes a number that is an attribute of a module, so every call is another graph"
+        reason = "the shapes of the batches differ, or the forward changes a number that is an attribute of a module"
+        return False, f"{reason}, so every call is another graph"
+    # With Python's randomness the gradients without a graph scatter, so that any graph would agree with them.
+    if draws_on_host:  # in the last call, without a graph
+        return False, "the forward draws random numbers on the host, and a graph would use the same ones in every step"
 
     has_same_bits = True
     for name, replayed, *computed in zip(names, *results, strict=True):
@@ -146,3 +169,8 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
             size = float(computed[0].norm())
             return False, f"{name} differs by {error:.1e} from {size:.1e}, without a graph by {spread:.1e} at most"
     return True, f"its gradients {'have the same bits as' if has_same_bits else 'scatter like those'} without it"
+
+
+def host_generators() -> bytes:
+    """Return the states of the random generators of the host, which a replay does not advance."""
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))

@@ -1,7 +1,10 @@
 """What a trial of a CUDA graph accepts; tests/fake_cuda/test_graph_choice.py runs trials in child processes."""
 
+import random
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +16,9 @@ from training import graph_choice
 class Graph:
     """Adds to the gradients of a linear layer: with and without a graph, in call number `call`."""
 
-    def __init__(self, network, with_graph, without):
+    def __init__(self, network, with_graph, without, draw):
         self.network, self.with_graph, self.without, self.calls = network, with_graph, without, 0
-        self.graph = None
+        self.graph, self.draw = None, draw
 
     def compute(self, batch, error):
         loss = self.network(batch["x"]).square().sum()
@@ -28,18 +31,33 @@ class Graph:
 
     def forward_backward(self, batch, num_targets, scale):
         self.calls += 1
+        self.draw()
         return self.compute(batch, self.without * self.calls)
 
 
-def trial(with_graph=0.0, without=0.0, exact=False):
+class Model(nn.Linear):
+    """Evaluates at most so many rows."""
+
+    predicts_next_token = True
+    max_rows = 100
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        if torch.is_grad_enabled():
+            return super().forward(x)
+        assert not self.training
+        if len(x) > self.max_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def trial(with_graph=0.0, without=0.0, exact=False, draw=lambda: None, **settings):
     """Return what the comparison says of a graph whose gradients have this error."""
-    network = nn.Linear(3, 2)
-    network.predicts_next_token = True
+    network = Model(3, 2)
     state = SimpleNamespace(
         network=network,
+        model=network,
         parameters=list(network.parameters()),
-        graph=Graph(network, with_graph, without),
-        config=TrainConfig(exact=exact),
+        graph=Graph(network, with_graph, without, draw),
+        config=TrainConfig().replace(exact=exact, micro_batch_size=4, **settings),
         accelerator=SimpleNamespace(mixed_precision="no"),
         optimizer=torch.optim.AdamW(network.parameters()),
         seed_micro_batch=lambda **_: None,
@@ -68,6 +86,41 @@ def test_graph_with_error_is_refused(error):
 
 def test_exact_accepts_no_difference():
     assert not trial(with_graph=0.2, without=0.1, exact=True)[0]
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1)])
+def test_random_numbers_of_host_are_refused(draw):
+    """A graph would repeat them. A draw that changes the gradients makes them scatter, so that any graph agrees."""
+    works, reason = trial(draw=draw)
+    assert not works and reason.startswith("the forward draws random numbers on the host"), reason
+
+
+def test_evaluation_must_fit_beside_graph():
+    assert trial(**{"evaluation.micro_batch_size": 100})[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        trial(**{"evaluation.micro_batch_size": 101})
+
+
+def test_child_that_cannot_start_is_no_error():
+    works, reason = graph_choice.try_in_child(lambda: None, 1.0)
+    assert not works and reason.startswith("the child process cannot start: Can't "), reason
+
+
+def test_trial_ends_where_child_cannot_be_killed(monkeypatch):
+    """As a process that waits for a broken driver."""
+    process = graph_choice.multiprocessing.get_context("spawn").Process
+    monkeypatch.setattr(graph_choice, "MAX_SECONDS_TO_END", 0.1)
+    kill = process.kill
+    monkeypatch.setattr(process, "kill", lambda child: children.append(child))
+    children, start = [], time.monotonic()
+    assert graph_choice.try_in_child(sleep_for_ever, 0.1) == (False, "the trial took more than 0.1 s")
+    assert time.monotonic() - start < 30
+    kill(children[0])
+    children[0].join()
+
+
+def sleep_for_ever():
+    time.sleep(60)
 
 
 @pytest.mark.parametrize(
