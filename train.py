@@ -125,6 +125,8 @@ def train(
     # `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
     use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
+    if state.graph:
+        state.graph.is_optional = config.cuda_graph is None  # the memory of the run may suffice without it only
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
     # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the root

@@ -27,12 +27,17 @@ class GraphedMicroBatch:
     The graph is captured at the first call, and again when the shapes of the batch, `grad_scale` or a number that is an
     attribute of a module of `network`, such as a dropout rate, change. Any other Python value that the forward reads
     keeps the value that it had in the capture.
+
+    If `is_optional` is set and the memory for a capture does not suffice, it prints one line and launches the kernels
+    one by one from then on.
     """
 
     def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], network: nn.Module):
         self.forward_backward = forward_backward
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.attributes = [vars(module) for module in network.modules()]
+        self.is_optional = False
+        self.is_given_up = False
         self.captured_for: tuple | None = None
         self.graph = torch.cuda.CUDAGraph()
         # The memory that the graph reads and writes.
@@ -47,14 +52,17 @@ class GraphedMicroBatch:
 
         Raises:
             RunError: the forward or the backward cannot be captured, for example because it reads a value on the host.
+                It is raised with `is_optional`, too, unless the memory does not suffice.
         """
         if all_reduce:
             all_reduce.wait()
         numbers = [value for names in self.attributes for value in names.values() if isinstance(value, int | float)]
         captured_for = grad_scale, numbers, [(name, tensor.shape) for name, tensor in batch.items()]
-        if captured_for != self.captured_for:
+        if captured_for != self.captured_for and not self.is_given_up:
             self.capture(batch, num_targets, grad_scale)
             self.captured_for = captured_for
+        if self.is_given_up:
+            return self.forward_backward(batch, num_targets, grad_scale)
         for static, tensor in zip(self.inputs, [*batch.values(), num_targets], strict=True):
             static.copy_(tensor)
         self.graph.replay()
@@ -81,17 +89,28 @@ class GraphedMicroBatch:
             # thread_local: a thread that saves a checkpoint may use the device at the same time.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.outputs = self.forward_backward(static_batch, num_targets, grad_scale)
+            self.gradients = [(p, p.grad) for p in self.parameters if p.grad is not None]
         except RuntimeError as error:
             cause = error.__context__ or error  # ending a failed capture raises a second error
             frames = reversed(traceback.extract_tb(cause.__traceback__))
             place = next(frame for frame in frames if "site-packages" not in frame.filename)
-            raise RunError(
-                f"cuda_graph: true: the forward or the backward cannot be captured, {place.filename}:{place.lineno}: "
-                f"{str(cause).splitlines()[0]}; set it to false, or read no value on the host"
-            ) from cause
-        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        for parameter, gradient in zip(self.parameters, accumulated, strict=True):
-            parameter.grad = gradient
+            reason = (
+                f"the forward or the backward cannot be captured, {place.filename}:{place.lineno}: "
+                f"{str(cause).splitlines()[0]}"
+            )
+            # When an allocation fails, torch ends the capture without a second error, and can compute as before (its
+            # test test_graph_capture_oom). After a CUDA error it does not restore its memory allocator and its random
+            # generator, so a later allocation or dropout might raise, in the middle of a run.
+            if not (self.is_optional and isinstance(error, torch.OutOfMemoryError)):
+                message = f"cuda_graph: true: {reason}; set it to false, or read no value on the host"
+                raise RunError(message) from cause
+            print(f"CUDA graph: off from here on, memory does not suffice: {reason}", flush=True)
+            self.is_given_up = True
+            # Free the memory of the capture. The frames of the traceback refer to activations.
+            self.graph, self.inputs, cause.__traceback__ = torch.cuda.CUDAGraph(), [], None
+        finally:
+            for parameter, gradient in zip(self.parameters, accumulated, strict=True):
+                parameter.grad = gradient
 
 
 def copy_of(value: Tensor | float) -> Tensor | float:

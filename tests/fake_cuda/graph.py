@@ -2,7 +2,8 @@
 
 As on a GPU, a capture computes nothing: what it wrote is put back, its results are garbage until the first replay, and
 the random generator does not move. A replay runs every operation again with the same scalars on the same memory.
-Reading a value on the host, copies between host and device, and seeding are errors during a capture.
+Reading a value on the host, copies between host and device, and seeding are errors during a capture. Ending the capture
+after an error raises a second one, as after a CUDA error on a GPU, unless an allocation failed.
 """
 
 import torch
@@ -100,12 +101,14 @@ class FakeCapture:
         for tensor in self.recorder.results:
             if tensor.is_floating_point():
                 bytes_of(tensor).fill_(0xFF)  # NaN
-        if error_type:
+        if error_type and not issubclass(error_type, torch.OutOfMemoryError):
             while frames.tb_next and frames.tb_next.tb_frame.f_code.co_filename != __file__:
                 frames = frames.tb_next
             frames.tb_next = None  # on a GPU the innermost frame is the caller's
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self.graph.calls = self.recorder.calls
+        if not error_type:
+            self.graph.calls = self.recorder.calls
+        del self.recorder  # its results are memory of the capture
 
 
 def install() -> None:

@@ -56,9 +56,13 @@ TRIALS = {
         {"in_forward": "if is_capturing(): raise torch.OutOfMemoryError('CUDA out of memory: 2 GiB')"},
         f"off, memory does not suffice: {REFUSED.removeprefix('off, ')}CUDA out of memory: 2 GiB",
     ),
-    "dies": (
-        {"in_forward": "if is_capturing(): os._exit(9)"},
-        "off, the trial ended with exit code 9",
+    "random on host": (
+        {"in_forward": "np.random.random()", "more": "import numpy as np"},
+        "off, the forward draws random numbers on the host, and a graph would use the same ones in every step",
+    ),
+    "dies": (  # and is the first process that Linux kills where memory runs out: oom_score_adj is 1000
+        {"in_forward": "if is_capturing(): os._exit(int(open('/proc/self/oom_score_adj').read()) // 100)"},
+        "off, the trial ended with exit code 10",
     ),
     "takes too long": ({"more": "graph_choice.MAX_SECONDS = 0.5"}, "off, the trial took more than 0.5 s"),
 }
@@ -89,6 +93,38 @@ def run(out_dir, *settings, processes=0, **changes):
 def test_trial_changes_nothing_and_is_reported(name, without, tmp_path):
     changes, line = TRIALS[name]
     assert run(tmp_path, **changes) == (without, [line])
+
+
+# In the run, not in the trial, every call is a new capture, and after so many calls of blocks an allocation fails.
+LACKS_MEMORY = """
+from weakref import ref
+inputs = []
+def allocate(x_BTC):
+    if is_capturing() and __name__ == "__main__":
+        inputs.append(ref(x_BTC))
+        if len(inputs) > {fails_after}:
+            raise torch.OutOfMemoryError("CUDA out of memory: 2 GiB")
+    assert is_capturing() or len(inputs) <= {fails_after} or inputs[-1]() is None, "the memory of the capture is free"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails_after, processes", [(0, 0), (15, 0), (0, 2)], ids=["first", "later", "two processes"])
+def test_run_lacks_memory_for_graph(fails_after, processes, without, folder, tmp_path):
+    """The first capture of a run, or one in the middle of a step, needs too much memory."""
+    changes = {
+        "in_forward": "allocate(x_BTC)",
+        "after_replay": "graph.captured_for = graph.captured_for if __name__ == '__mp_main__' else None",
+        "more": LACKS_MEMORY.format(fails_after=fails_after),
+    }
+    rows, lines = run(tmp_path, processes=processes, **changes)
+    if processes:
+        (tmp_path / "without").mkdir()
+        without = run(tmp_path / "without", "--cuda_graph", "false", processes=processes)[0]
+    line = f"off from here on, memory does not suffice: {REFUSED.removeprefix('off, ')}CUDA out of memory: 2 GiB"
+    assert rows == without
+    assert lines[0] == WORKS and len(lines) == 1 + max(1, processes)
+    assert {re.sub(r"PROGRAM:\d+", "PROGRAM:14", other) for other in lines[1:]} == {line}
 
 
 @pytest.mark.slow
