@@ -50,26 +50,27 @@ def attention(
 
 
 def document_ids(position_ids: Tensor) -> Tensor | None:
-    """Return the document number of each token, int64 [B, T], from 1 in each row.
+    """Return the document number of each token, int64 [B, T], ascending in each row.
 
-    On a CPU, return None if each row is one document.
+    On a CPU, return None if each row is one document, or a part of one.
 
     Args:
-        position_ids: int64 [B, T], 0 at the first token of each document.
+        position_ids: int64 [B, T], 0 at the first token of each document. A row may start inside a document.
     """
     document_BT = (position_ids == 0).cumsum(dim=-1)
 
     # Without a mask the kernel is faster. On a GPU the host would have to wait for the result of this comparison, so
     # there the mask is always built.
-    if position_ids.device.type == "cpu" and document_BT.max() == 1:
+    if position_ids.device.type == "cpu" and torch.equal(document_BT[:, 0], document_BT[:, -1]):
         return None
     return document_BT
 
 
 def uses_flex_attention(tokens: Tensor, dropout: float, head_dim: int) -> bool:
-    """Return whether flex attention supports the arguments on this machine.
+    """Return whether to use flex attention where attention needs a mask.
 
-    Flex attention skips the blocks of scores that are fully masked. With a dense mask, `sdpa` computes all scores.
+    Flex attention skips the blocks of scores that are fully masked; scaled_dot_product_attention with a dense mask
+    computes all scores. But flex attention supports no dropout and no narrow heads, and on a GPU it needs Triton.
     """
     return tokens.is_cuda and dropout == 0 and head_dim >= 16 and HAS_TRITON
 
@@ -90,10 +91,10 @@ def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
 
 
 def dense_mask(mask_mod: MaskMod, begin: int, end: int, num_rows: int | None, device: torch.device) -> Tensor:
-    """Evaluate `mask_mod` for the T = end - begin queries at positions [begin, end) and the S = end keys before `end`.
+    """Evaluate `mask_mod` for queries at the positions [begin, end) and keys at the positions [0, end).
 
     Returns:
-        bool [T, S], or [B, 1, T, S] if B = `num_rows` is given.
+        bool [T, S] with T = end - begin and S = end, or [B, 1, T, S] if B = `num_rows` is given.
     """
     query_T1, key_S = torch.arange(begin, end, device=device)[:, None], torch.arange(end, device=device)
     row = torch.zeros((), dtype=torch.int64, device=device)
@@ -131,7 +132,7 @@ def attention_masks(
     num_rows = None if document_BT is None else len(document_BT)
 
     # is_causal=True aligns the first query with the first key, which is wrong for several queries after cached keys.
-    needs_offset_causal_mask = 0 < begin < end - 1
+    needs_offset_causal_mask = begin > 0 and end - begin > 1
 
     masks: dict[int | None, Mask] = {}
     for window in set(windows):
@@ -143,6 +144,6 @@ def attention_masks(
             masks[window] = create_block_mask(mask_mod, num_rows, None, end, end, device=device)
         else:
             mask = dense_mask(mask_mod, begin, end, num_rows, device)
-            # With left padding some queries may attend to no key; since torch 2.5 the kernel returns zeros for them.
+            # A query at padding may have no key to attend to; since torch 2.5 the kernel returns zeros for it.
             masks[window] = mask if is_token_BT is None else mask & is_token_BT[:, None, None, :]
     return masks

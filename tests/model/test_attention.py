@@ -76,6 +76,14 @@ def test_windows_and_documents_combine():
     torch.testing.assert_close(network(tokens, position_ids=position_ids)[0], separate, rtol=1e-6, atol=1e-6)
 
 
+def test_attention_stays_within_documents_if_row_starts_inside_document():
+    network, tokens = make_lively_model(), make_tokens()
+    position_ids = torch.cat([torch.arange(3, 8), torch.arange(6)]).expand_as(tokens)
+    parts = zip(tokens.split([5, 6], dim=1), position_ids.split([5, 6], dim=1), strict=True)
+    separate = torch.cat([network(part, position_ids=positions)[0] for part, positions in parts], dim=1)
+    torch.testing.assert_close(network(tokens, position_ids=position_ids)[0], separate, rtol=1e-6, atol=1e-6)
+
+
 def test_window_of_all_positions_changes_nothing():
     network, tokens = make_lively_model(), make_tokens()
     full = network(tokens)[0]
