@@ -17,7 +17,7 @@ from model.config import GPTConfig
 
 MetricSums = dict[str, tuple[Tensor | float, Tensor | float]]
 """{name: (sum, count)}: sums and counts are added over batches and processes, and sum / count is logged. Every forward
-must report the same names."""
+must report the same names in the same order."""
 
 # Largest size of a chunk's logits in float32. On a CPU the logits should fit into the cache. On a GPU they should be
 # large enough to keep it busy.
@@ -73,7 +73,7 @@ class Targets(NamedTuple):
     tokens_N: Tensor
     """The target of each position (see align_targets), int64, -100 where ignored."""
     teacher_NV: Tensor | None = None
-    """Logits of a teacher, which `teacher_weight` and `temperature` mix into the objective."""
+    """Logits of a teacher, already soft-capped, which `teacher_weight` and `temperature` mix into the objective."""
     teacher_weight: float = 0.0
     temperature: float = 1.0
 
@@ -235,8 +235,9 @@ class ChunkedLoss(torch.autograd.Function):
     """Computes `objective_of_logits(hidden @ weight.T)` in chunks of rows; only the objective can be differentiated.
 
     The gradients are computed in the forward, while a chunk's logits are in memory (Hsu et al. 2024, "Liger Kernel",
-    arXiv:2410.10989), so that no matrix product is computed twice. The backward only scales the gradients. Until the
-    backward, both are in memory: [N, C] in the dtype of the hidden states and [V, C] in at least float32.
+    arXiv:2410.10989), so that no matrix product is computed twice. The backward only scales them. Until then, the
+    gradient of the hidden states, [N, C] in their dtype, and the gradient of the output projection, [V, C] in at least
+    float32, are in memory.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
 device computes the next step. One all-reduce gathers all values of a step, because every all-reduce has a latency.
-After `register_names`, `train_step` and the loop call:
+`register_names` is called once, before the first step. In each step, `train_step` and then the loop call:
 
 1. `start_all_reduce` after the last backward. The all-reduce overlaps the clipping of the gradients.
 2. `add_grad_norm` after the clipping. It waits for the all-reduce and starts the copy to the host.
@@ -137,8 +137,8 @@ class Results:
             rank: the data-parallel rank of this process.
             num_processes: the number of data-parallel processes.
             device: the device of the model and of the all-reduce.
-            max_skipped_in_a_row: the number of consecutive steps whose loss or gradient may be infinite or NaN, because
-                the loop skips their updates. With 0, the first such step raises NonFiniteError.
+            max_skipped_in_a_row: the largest number of consecutive updates that `train_step` may skip because the loss
+                or the gradient is infinite or NaN. With 0, the first such step raises NonFiniteError.
             run_directory: shown in the replay command of NonFiniteError.
         """
         self.rank, self.num_processes, self.device = rank, num_processes, device
@@ -152,12 +152,14 @@ class Results:
         """Register the names of the metrics that the first forward returned; called by all processes together.
 
         Raises:
-            RunError: the names differ between processes, or the loop itself logs a metric of that name.
+            RunError: the names or their order differ between processes, or a name is in RESERVED_NAMES.
         """
         names = gather_object([list(auxiliary)]) if self.num_processes > 1 else [list(auxiliary)]
         self._names = names[0]
         if any(other != self._names for other in names):
-            raise RunError(f"the model reports different metrics on each process; they must be the same: {names}")
+            raise RunError(
+                f"the model reports different metrics on each process; names and order must be the same: {names}"
+            )
         if taken := sorted(RESERVED_NAMES & auxiliary.keys()):
             raise RunError(
                 f"the model reports {', '.join(taken)}: the training loop logs these names itself; use others"
@@ -177,14 +179,14 @@ class Results:
             stop: whether this process asks all processes to stop.
 
         Raises:
-            RunError: the names of the auxiliary metrics are not those that were registered.
+            RunError: the names of the auxiliary metrics are not those that were registered, in the same order.
         """
         # List the values of this process.
         values: list[Tensor | float] = []
         for loss, auxiliary in outputs:
             if list(auxiliary) != self._names:
                 names = f"{self._names} at first and {list(auxiliary)} now"
-                raise RunError(f"the model reported {names}; the names must not change")
+                raise RunError(f"the model reported {names}; names and order must not change")
             values += [loss, *(value for pair in auxiliary.values() for value in pair)]
 
         # Each process fills only its own row. The sum over processes then adds zeros, so it gathers the rows without
@@ -216,8 +218,9 @@ class Results:
         """Return the result of the previous step, without waiting for the current one; None if there is none yet.
 
         With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
-        too, so that all processes stop after it. If there is nothing new to read, return the newest result again. In
-        this way, if updates may be skipped, the loop gets the result that `train_step` has read.
+        too: the loop then saves the current step, which must be finite. If there is nothing new to read, return the
+        newest result again. In this way, if updates may be skipped, the loop gets the result that `train_step` has
+        read.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
