@@ -89,8 +89,8 @@ class BatchLoader:
         return split_micro_batches(on_device, self.micro_batch_size)
 
     def _load_here(self, steps: range) -> Iterator[Batch]:
-        # Load the batches of several steps at once, because each training step evicts the code and the tables of the
-        # dataset from the CPU's caches.
+        # Load the batches of several steps at once, because each training step evicts the code of the dataset and the
+        # data that it uses from the CPU's caches.
         samples_per_step = self.dataset.global_batches.sizes.global_batch_size // self.dataset.num_processes
         num_steps = max(1, SAMPLES_AT_ONCE // samples_per_step)
         for first in range(0, len(steps), num_steps):
@@ -123,8 +123,9 @@ class BatchLoader:
             for arrays in batches:
                 yield {name: torch.from_numpy(array) for name, array in arrays.items()}
         finally:
-            # At exit Python terminates its child processes and joins them. Workers ignore SIGTERM, so a hanging one
-            # would keep the run from ending: kill them. torch's handler of SIGCHLD would raise an error when they die.
+            # At exit Python terminates daemonic child processes, such as the workers, and joins them. Workers ignore
+            # SIGTERM, so a hanging one would keep the run from ending: kill them. torch's handler of SIGCHLD would
+            # raise an error when they die.
             set_handler(signal.SIGCHLD, signal.SIG_DFL)
             for process in workers:
                 process.kill()
@@ -134,8 +135,8 @@ class StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s.
 
     Training, tools.replay and the runs of verify.py read their batches by `__getitem__`. To train on shorter sequences
-    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. If they depend on the number
-    of steps of the run, read it from `self.global_batches.sizes.steps`.
+    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. If the lengths depend on the
+    number of steps of the run, read it from `self.global_batches.sizes.steps`.
     """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):

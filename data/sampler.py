@@ -72,7 +72,7 @@ class BatchSizes:
         )
 
     def size(self, step: int) -> int:
-        """Return the number of sequences in the global batch of `step` (from 0)."""
+        """Return the number of sequences in the global batch of `step` (from 0), which may be after the last step."""
         return self.first_size * (1 + bisect_right(self.increase_steps, step))
 
     def sequences_before(self, step: int) -> int:
@@ -81,9 +81,10 @@ class BatchSizes:
         return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
     def tokens_before(self, step: int, seq_len: int) -> int:
-        """Return the number of tokens, with padding, in steps 0 to `step` - 1, as if all of them had these sizes.
+        """Return the number of tokens, with padding, in steps 0 to `step` - 1, all of them with these sizes.
 
-        Edit this method too if you cut the sequences of some steps in `StepDataset` of data/loader.py.
+        In a branch, the steps of the parent run may have had other sizes; see `tokens`. Edit this method too if you cut
+        the sequences of some steps in `StepDataset` of data/loader.py.
         """
         return self.sequences_before(step) * seq_len
 
@@ -141,7 +142,8 @@ class GlobalBatches:
         """Map positions in the stream of samples to sample indices, both int64 [n].
 
         Edit this method to train in another order. It must depend on nothing that changes during a run: every process,
-        and a resumed run, must compute the same order.
+        and a resumed run, must compute the same order. It is also called for positions after the last step, because
+        `indices` computes several steps at once.
         """
         _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
         return indices
