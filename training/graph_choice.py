@@ -139,6 +139,7 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
     state.optimizer.step()
     state.optimizer.zero_grad()
     gradients(state.graph, first)  # captures
+    state.optimizer.step()  # if it replaces the memory of a weight, a replay uses the old one
     state.optimizer.zero_grad()
     captured = state.graph.graph
     copies = math.ceil(state.config.evaluation.micro_batch_size / state.config.micro_batch_size)

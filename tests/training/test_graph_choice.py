@@ -18,7 +18,7 @@ class Graph:
 
     def __init__(self, network, with_graph, without, draw):
         self.network, self.with_graph, self.without, self.calls = network, with_graph, without, 0
-        self.graph, self.draw = None, draw
+        self.graph, self.draw, self.captured = None, draw, network.weight.data
 
     def compute(self, batch, error):
         loss = self.network(batch["x"]).square().sum()
@@ -27,7 +27,12 @@ class Graph:
         return loss.detach(), {}
 
     def __call__(self, batch, num_targets, scale):
-        return self.compute(batch, self.with_graph)
+        """Compute with the memory that the weight had at first."""
+        weight = self.network.weight
+        now, weight.data = weight.data, self.captured
+        result = self.compute(batch, self.with_graph)
+        weight.data = now
+        return result
 
     def forward_backward(self, batch, num_targets, scale):
         self.calls += 1
@@ -49,7 +54,14 @@ class Model(nn.Linear):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def trial(with_graph=0.0, without=0.0, exact=False, draw=lambda: None, **settings):
+class ReplacesMemory(torch.optim.AdamW):
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data.clone()
+
+
+def trial(with_graph=0.0, without=0.0, exact=False, draw=lambda: None, optimizer=torch.optim.AdamW, **settings):
     """Return what the comparison says of a graph whose gradients have this error."""
     network = Model(3, 2)
     state = SimpleNamespace(
@@ -59,7 +71,7 @@ def trial(with_graph=0.0, without=0.0, exact=False, draw=lambda: None, **setting
         graph=Graph(network, with_graph, without, draw),
         config=TrainConfig().replace(exact=exact, micro_batch_size=4, **settings),
         accelerator=SimpleNamespace(mixed_precision="no"),
-        optimizer=torch.optim.AdamW(network.parameters()),
+        optimizer=optimizer(network.parameters()),
         seed_micro_batch=lambda **_: None,
     )
     batches = [{"x": torch.randn(4, 3), "labels": torch.ones(4, 3, dtype=torch.long)} for _ in range(2)]
@@ -93,6 +105,11 @@ def test_random_numbers_of_host_are_refused(draw):
     """A graph would repeat them. A draw that changes the gradients makes them scatter, so that any graph agrees."""
     works, reason = trial(draw=draw)
     assert not works and reason.startswith("the forward draws random numbers on the host"), reason
+
+
+def test_optimizer_that_replaces_memory_of_weights_is_refused():
+    works, reason = trial(optimizer=ReplacesMemory)
+    assert not works and reason.startswith("the loss differs by"), reason
 
 
 def test_evaluation_must_fit_beside_graph():
