@@ -329,15 +329,18 @@ class GPTModel(GenerativeModel):
                 that is right, because each begins with the end-of-text token; the first token of a conversation is not
                 a target. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
-                `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`.
+                `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`, nor with
+                `labels` if there is a teacher.
 
         Raises:
-            ValueError: the sequence is longer than max_position_embeddings, or two of `attention_mask`, `position_ids`
-                and `cache` are given.
+            ValueError: the sequence is longer than max_position_embeddings, or these arguments are not supported
+                together.
         """
         # Check the arguments.
         if sum(argument is not None for argument in (attention_mask, position_ids, cache)) > 1:
             raise ValueError("attention_mask, position_ids, cache: give at most one of them")
+        if cache is not None and labels is not None and self.teacher is not None:
+            raise ValueError("cache: the teacher has none, so it does not know the earlier tokens; give no labels")
         num_cached = cache[0].length if cache else 0
         limit = self.config.max_position_embeddings
         seq_len = num_cached + input_ids.shape[1]

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import GPTConfig
 from model.generate import KVCache
-from model.gpt import GPTModel, rope_tables
+from model.gpt import GPTModel, Teacher, rope_tables
 
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
@@ -364,6 +364,16 @@ def test_masks_documents_and_cache_exclude_each_other():
     ):
         with pytest.raises(ValueError, match="attention_mask, position_ids, cache: give at most one"):
             model(tokens, **arguments)
+
+
+def test_teacher_and_cache_exclude_each_other():
+    """The teacher would predict the new tokens without those before."""
+    model, tokens = make_model(), make_tokens()
+    model.teacher = Teacher(make_model(), weight=0.5, temperature=1.0)
+    cache = [KVCache(11) for _ in model.blocks]
+    model(tokens[:, :5], cache=cache)
+    with pytest.raises(ValueError, match="cache: the teacher has none"):
+        model(tokens[:, 5:], cache=cache, labels=tokens[:, 5:])
 
 
 def test_all_ones_mask_never_reaches_attention_kernel(attention_calls):

@@ -175,6 +175,8 @@ class Data:
             num_processes: of the run.
             delivered: hashes, int64 [n], from variant_program.py.
         """
+        if not len(delivered):
+            return "none of its training data were read by the loader, so they cannot be compared"
         order = self.corpus.global_batches(config)
         indices = [index for step in range(config.steps) for index in order.indices(step)]
         expected = Counter(self.hash_training_sequences(indices))

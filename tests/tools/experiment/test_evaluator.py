@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -282,3 +283,10 @@ def test_rounding_is_no_problem_and_small_leaks_are():
     assert data.compare_evaluations(first, leak, is_target) == (
         "its log-probabilities depend on later tokens, by up to 0.02 nats"
     )
+
+
+def test_training_data_that_nobody_saw_are_a_problem():
+    """As of a loop that reads the training set without the loader."""
+    data = Data.__new__(Data)
+    problem = data.surplus_sequences(TrainConfig(), 1, 1, np.empty(0, np.int64))
+    assert problem == "none of its training data were read by the loader, so they cannot be compared"
