@@ -81,7 +81,9 @@ def try_in_child(build: Callable[[], tuple[TrainState, list[Batch]]], timeout_se
     sender.close()  # so that the end of the child ends the wait
     try:
         if receiver.poll(timeout_seconds):
-            return receiver.recv()
+            result = receiver.recv()
+            child.join(MAX_SECONDS_TO_END)  # killed, it would leave semaphores, which Python reports when the run ends
+            return result
         return False, f"the trial took more than {timeout_seconds:g} s"
     except (EOFError, OSError):  # OSError: in the middle of the result
         child.join(MAX_SECONDS_TO_END)

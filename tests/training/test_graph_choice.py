@@ -2,6 +2,9 @@
 
 import random
 import time
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +124,18 @@ def test_evaluation_must_fit_beside_graph():
 def test_child_that_cannot_start_is_no_error():
     works, reason = graph_choice.try_in_child(lambda: None, 1.0)
     assert not works and reason.startswith("the child process cannot start: Can't "), reason
+
+
+def test_child_that_has_a_result_ends_by_itself(tmp_path):
+    """A child that is killed leaves semaphores, which Python reports when the run ends."""
+    file = tmp_path / "finalized"
+    assert graph_choice.try_in_child(partial(fail_and_finalize, file), 200.0) == (False, "no graph")
+    assert file.exists()
+
+
+def fail_and_finalize(file: Path):
+    Finalize(None, lambda: (time.sleep(2), file.touch()), exitpriority=1)
+    raise RuntimeError("no graph")
 
 
 def test_trial_ends_where_child_cannot_be_killed(monkeypatch):
