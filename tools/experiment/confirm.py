@@ -45,9 +45,10 @@ def main(config: ConfirmConfig) -> None:
 
 def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
     """Train the variants, save the table and return it as lines."""
-    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas))
+    named = {text: parse_idea(text) for text in idea_texts(config.ideas)}
+    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
     folder = experiment_folder(config, recipe, baseline)
-    ideas = [*{idea.key: idea for idea in map(parse_idea, idea_texts(config.ideas))}.values()] or newest_stack(folder)
+    ideas = [*{idea.key: idea for idea in named.values()}.values()] or newest_stack(folder)
     if config.data_seed is not None:
         recipe = replace(recipe, settings=(*recipe.settings, ("data.seed", config.data_seed)))
     check_settings(ideas)

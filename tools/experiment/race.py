@@ -12,7 +12,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -26,7 +26,7 @@ from config.paths import expand_user_path
 from storage.files import lock, open_no_link, write_atomically
 from storage.json_objects import parse_object
 from tools.experiment import change, report, verdicts
-from tools.experiment.change import Checkouts, head_commit, idea_texts, is_patch, parse_idea, split_words
+from tools.experiment.change import Checkouts, Idea, head_commit, idea_texts, is_patch, parse_idea, split_words
 from tools.experiment.record import RECORD_VERSION, Record, Round, describe
 from tools.experiment.runs import Next, Runs, runs_of
 from tools.experiment.settings import ExperimentConfig, IdeasConfig
@@ -73,8 +73,9 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     """Race the ideas of a command and return the result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
-    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas))
-    running = Race(config, recipe, baseline, jobs)
+    named = {text: parse_idea(text) for text in idea_texts(config.ideas) if text in config.ideas}
+    baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
+    running = Race(config, recipe, baseline, named, jobs)
     running.run()
     result = report.describe_race(running.file)
     if config.compute_multiplier:
@@ -82,10 +83,10 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     return [json.dumps(result)] if config.print_json else report.race_lines(result)
 
 
-def with_base(recipe: Recipe, ideas: Sequence[str]) -> Recipe:
-    """Return the recipe with the commit that a branch is based on, if that is the only idea."""
-    base = parse_idea(*ideas).base if len(ideas) == 1 and idea_texts(ideas) == list(ideas) else None
-    return replace(recipe, commit=base) if base else recipe
+def with_base(recipe: Recipe, arguments: Sequence[str], ideas: Mapping[str, Idea]) -> Recipe:
+    """Return the recipe with the commit that a branch is based on, if that is the only argument."""
+    only = ideas.get(arguments[0]) if len(arguments) == 1 else None
+    return replace(recipe, commit=only.base) if only and only.base else recipe
 
 
 def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
@@ -113,13 +114,13 @@ def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) ->
     return expand_user_path("folder", config.folder) / f"{Path(files[-1]).stem}-{baseline.digest}{kind}"
 
 
-def race_name(arguments: Sequence[str]) -> str:
+def race_name(arguments: Sequence[str], named: Mapping[str, Idea]) -> str:
     """Return the name of a race: a hash of its ideas.
 
     Folders and text files count by their path, because ideas may be added to them. Code that is an argument, such as
     `.`, counts by its diff, so another edit is another race.
     """
-    ideas = [parse_idea(text).key if idea_texts([text]) == [text] else text for text in arguments]
+    ideas = [named[text].key if text in named else text for text in arguments]
     return sha256(repr(ideas).encode()).hexdigest()[:8]
 
 
@@ -146,22 +147,31 @@ def open_experiment(folder: Path, checkouts: Checkouts) -> int:
 class Race:
     """A race while it runs.
 
+    Args:
+        named: the ideas that are arguments of the command, by their text; others are in folders and text files.
+
     Raises ConfigError if an idea is refused, or another process runs the race.
     """
 
-    def __init__(self, config: ExperimentConfig, recipe: Recipe, baseline: Variant, jobs: JobRunner):
+    def __init__(
+        self, config: ExperimentConfig, recipe: Recipe, baseline: Variant, named: Mapping[str, Idea], jobs: JobRunner
+    ):
         self.config, self.recipe, self.baseline, self.jobs = config, recipe, baseline, jobs
         self.start_time = time.monotonic()
-        self.texts: dict[tuple[str, int], str | None] = {}
-        """Key of each idea by its text and the time of its file; None if it is refused. Each is read once."""
+        self.texts: dict[tuple[str, int], str | None] = {
+            (text, file_time(text)): idea.key for text, idea in named.items()
+        }
+        """Key of each idea by its text and the time of its file; None if it is ignored. Each is read once."""
         self.variants: dict[str, Variant] = {}
         """The variants of the open round that race, by the key of the idea; the baseline by ""."""
         folder = experiment_folder(config, recipe, baseline)
-        self.file = folder / "races" / f"{race_name(config.ideas)}.json"
+        self.file = folder / "races" / f"{race_name(config.ideas, named)}.json"
         command = f"{(recipe.commit or 'this folder')[:12]} {' '.join(recipe.words)}"
         self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
+        for idea in named.values():
+            self.record.ideas.setdefault(idea.key, idea)
         new = self.new_ideas()
         if not self.record.ideas:
             raise ConfigError(f"idea: none in {', '.join(config.ideas)}; write the first one, then start the race")
@@ -185,10 +195,8 @@ class Race:
     def new_ideas(self) -> list[str]:
         """Return the keys of ideas that are in no round yet; folders may have new ones at any time.
 
-        A wrong argument of the command raises ConfigError the first time; later, and in a folder or a text file, a
-        wrong idea is named and ignored.
+        A wrong idea is named and ignored.
         """
-        is_first = not self.texts
         for text in idea_texts(self.config.ideas):
             version = text, file_time(text)
             if version in self.texts:
@@ -197,13 +205,11 @@ class Race:
             try:
                 idea = parse_idea(text)
             except ConfigError as error:
-                if is_first and text in self.config.ideas:
-                    raise
                 print(f"ignored: {error}", file=sys.stderr)
             else:
-                self.record.ideas.setdefault(idea.key, idea)
-                self.texts[version] = idea.key
+                self.texts[version] = self.record.ideas.setdefault(idea.key, idea).key
         seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
+        seen |= {*self.record.same}
         return [key for key in dict.fromkeys(self.texts.values()) if key and key not in seen]
 
     def resolve(self, keys: Sequence[str]) -> dict[str, Variant]:
@@ -241,14 +247,22 @@ class Race:
         print(f"idea: {self.record.ideas[key].text}: {reason}", file=sys.stderr)
 
     def enter(self, variants: dict[str, Variant]) -> None:
-        """Let variants race in the open round."""
+        """Let variants race in the open round; of ideas that train the same, the first stands for all of them."""
+        ideas = self.record.ideas
         for key, variant in variants.items():
             try:
-                self.variants[key] = self.runs.equalize(variant, self.config.equal)
+                variant = self.runs.equalize(variant, self.config.equal)
             except RunError as error:
                 if not key:
                     raise
                 self.leave_out(key, str(error))
+                continue
+            first = next((other for other, one in self.variants.items() if one.digest == variant.digest), "")
+            if first:
+                print(f"idea: {ideas[key].text}: trains the same as {ideas[first].text}", file=sys.stderr)
+                self.record.same.append(key)
+            else:
+                self.variants[key] = variant
         self.round.baseline = describe(self.variants[""])
         self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
         self.save()

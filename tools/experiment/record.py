@@ -42,6 +42,8 @@ class Record:
     equal: str = "steps"
     ideas: dict[str, Idea] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+    """Keys of ideas that train the same as an earlier one, which stands for them."""
     version: int = RECORD_VERSION
 
     @classmethod

@@ -14,8 +14,8 @@ import pytest
 from config.errors import ConfigError, RunError
 from storage.files import lock
 from tests.conftest import ROOT, environment, metrics
-from tools.experiment import race
-from tools.experiment.change import head_commit
+from tools.experiment import confirm, race
+from tools.experiment.change import head_commit, parse_idea
 from tools.jobs import runner
 
 A, B, C, WORSE = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.4"
@@ -106,6 +106,21 @@ def test_unknown_idea_gains_at_most(experiments):
     assert idea["verdict"] == "unknown" and result["runs"] == 9 and -0.02 < idea["low"] < -0.002
     text = experiments.race(NOTHING, runs=9, margin=0.002, json=False)
     assert f"unknown, gains at most {-100 * idea['low']:.1f}%" in text and not experiments.started()
+
+
+def test_ideas_that_train_the_same_are_one(experiments):
+    """Settings in another order or spelling, also if one is added later."""
+    file = experiments.lab / "ideas.txt"
+    file.write_text("--model.effect_a 7e-1\n--model.sham 1 --model.effect_b 0.8\n")
+    both = f"{B} --model.sham 1"
+    experiments.hook(f"if settings['seed'] == 3:\n    open({str(file)!r}, 'a').write('--model.effect_a 0.70\\n')")
+    result = experiments.race(A, both, str(file))
+    assert by_idea(result, "joined") == {A: True, both: True} and result["stack"] == [A, both]
+    assert result["runs"] == len({*experiments.started()}) == len(experiments.started())
+    for idea, other in (("--model.effect_a 7e-1", A), ("--model.effect_a 0.70", A)):
+        assert experiments.errors.count(f"idea: {idea}: trains the same as {other}\n") == 1
+    assert f"idea: --model.sham 1 --model.effect_b 0.8: trains the same as {both}\n" in experiments.errors
+    assert experiments.race(A, both, str(file)) == result and not experiments.started()
 
 
 def test_identical_and_failed_ideas(experiments):
@@ -490,6 +505,15 @@ def test_compute_multiplier_of_what_was_found(experiments):
     assert low < 1 / (0.7 * 0.8) < high and ratio == pytest.approx(1 / (0.7 * 0.8), rel=0.02)
     assert experiments.race(A, B, compute_multiplier=True) == result and not experiments.started()
     assert experiments.race(WORSE, compute_multiplier=True)["compute_multiplier"] is None
+
+
+def test_code_that_is_an_argument_is_parsed_once(experiments, patches, monkeypatch):
+    parsed = []
+    for module in (race, confirm):
+        monkeypatch.setattr(module, "parse_idea", lambda text: parsed.append(text) or parse_idea(text))
+    patch = patches.effect("one", 1, 0.7)
+    assert experiments.race(patch)["stack"] == [patch] and parsed == [patch]
+    assert experiments.confirm(patch)["ideas"] == [patch] and parsed == [patch] * 2
 
 
 # Refused
