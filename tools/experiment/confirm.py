@@ -24,7 +24,7 @@ from tools.experiment.race import (
     with_base,
 )
 from tools.experiment.record import Record
-from tools.experiment.runs import FIRST_RESERVED_SEED, Next, Runs
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Runs
 from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
@@ -73,7 +73,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     for size, scaled in sizes.items():
         differences += compare(size, scaled, pairs, runs, baseline_margin(config, baseline))
     trained = [variant for scaled in sizes.values() for variant in scaled.values()]
-    results = [result for variant in trained for result in runs.of_variant(variant, FIRST_RESERVED_SEED, 2**63)]
+    results = [result for variant in trained for result in runs.of_variant(variant, SEEDS_OF_CONFIRMATIONS)]
     result = {
         "version": report.JSON_VERSION,
         "ideas": [idea.text for idea in ideas],
@@ -146,7 +146,7 @@ def missing_runs(
     planned = {
         (variant.digest, seed): (size, variant, seed)
         for size, variants in sizes.items()
-        for seed in range(FIRST_RESERVED_SEED, FIRST_RESERVED_SEED + config.seeds)
+        for seed in SEEDS_OF_CONFIRMATIONS[: config.seeds]
         for variant in variants.values()
     }
     return [run for (digest, seed), run in planned.items() if not runs.is_known(f"{digest}-{seed}")]
@@ -188,7 +188,7 @@ def compare(
     """Return the differences of the pairs at one size; a variant whose runs fail more often is `failed`."""
     unique = list({variant.digest: variant for variant in variants.values()}.values())  # equal ones share their runs
     digests = [variant.digest for variant in unique]
-    groups = [runs.group(variant, FIRST_RESERVED_SEED, 2**63) for variant in unique]
+    groups = [runs.group(variant, SEEDS_OF_CONFIRMATIONS) for variant in unique]
     indices = [
         (digests.index(variants[against].digest), digests.index(variants[name].digest)) for name, against in pairs
     ]

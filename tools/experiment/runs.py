@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from tools.jobs.runner import Job, JobRunner
 # Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
 BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
-FIRST_RESERVED_SEED = 5000  # of confirmations; races count from 0
+SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS = range(5000), range(5000, 2**63)
 EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
 TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
 MAX_KILLED = 3  # times that a run is started again after something else killed it
@@ -102,26 +102,26 @@ class Runs:
         """Runs that are planned, in training or not evaluated yet, by name."""
         self.durations: list[float] = []
         """Seconds from start to end of the runs that this process trained."""
-        self._started: dict[Job, tuple[str, float]] = {}
+        self._started: dict[Job, float] = {}
         self._killed: dict[str, int] = {}
         self._last_progress = time.monotonic()
 
     # What is known
 
-    def of_variant(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> list[Result]:
+    def of_variant(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> list[Result]:
         """Return the runs of a variant that have ended, with seeds in a range."""
-        return runs_of(self.results, variant.digest, first_seed, end)
+        return runs_of(self.results, variant.digest, seeds)
 
-    def group(self, variant: Variant, first_seed: int = 0, end: int = FIRST_RESERVED_SEED) -> Group:
+    def group(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> Group:
         """Return the results of a variant with seeds in a range, and how many of its runs are pending."""
-        group = group_of(self.of_variant(variant, first_seed, end))
+        group = group_of(self.of_variant(variant, seeds))
         pending = [seed for other, seed in self.pending.values() if other.digest == variant.digest]
-        group.pending = sum(first_seed <= seed < end for seed in pending)
+        group.pending = sum(seed in seeds for seed in pending)
         return group
 
-    def next_seed(self, variant: Variant, first_seed: int = 0) -> int:
+    def next_seed(self, variant: Variant) -> int:
         """Return the first seed that the variant has not been trained with."""
-        seed = first_seed
+        seed = 0
         while (name := f"{variant.digest}-{seed}") in self.pending or self.is_known(name):
             seed += 1
         return seed
@@ -158,7 +158,7 @@ class Runs:
             job, name = replace(job, restart=True), job.run.path.name
             if not self.is_known(name):
                 self.jobs.train([job])
-                self._keep([self._spent(name, job)])
+                self._keep([self._spent(job)])
             seconds.append(self.results[name].seconds or 0.0)
         return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
 
@@ -172,7 +172,7 @@ class Runs:
             RunError: a disk is full.
         """
         with ThreadPoolExecutor(1) as pool:
-            ended: list[tuple[str, Job]] = []
+            ended: list[tuple[Job, dict[str, Any]]] = []
             evaluation: Future[list[Result]] | None = None
 
             def jobs() -> Iterator[Job | None]:
@@ -197,14 +197,14 @@ class Runs:
             try:
                 for job in self.jobs.stream(jobs(), progress=self._print_progress):
                     if self._has_ended(job):
-                        ended.append((self._started[job][0], job))
+                        ended.append((job, self.request(job)))
             finally:
                 if evaluation or ended:
                     print("evaluating the last runs ...", file=sys.stderr)
                 self._keep([*(evaluation.result() if evaluation else []), *self._evaluate(ended)])
-                for job, (name, _) in self._started.items():
-                    if self.jobs.outcomes.get(job) == "stopped" and not self.is_known(name):
-                        self._keep([self._spent(name, job, is_stopped=True)])
+                for job in self._started:
+                    if self.jobs.outcomes.get(job) == "stopped" and not self.is_known(job.run.path.name):
+                        self._keep([self._spent(job, is_stopped=True)])
                 self.pending.clear()
 
     def _start(self, planned: Planned) -> Job:
@@ -215,12 +215,12 @@ class Runs:
             for file in (delivered := delivered_file(job.run)).parent.glob(f"{delivered.name}.*"):
                 file.unlink()
         self.pending[job.run.path.name] = planned
-        self._started[job] = job.run.path.name, time.monotonic()
+        self._started[job] = time.monotonic()
         return job
 
     def _has_ended(self, job: Job) -> bool:
         """Note how a run ended; return whether it can be evaluated."""
-        name, start_time = self._started[job]
+        name = job.run.path.name
         outcome = self.jobs.outcomes.get(job)  # None: another process has trained it
         if outcome == "failed":
             failure = self.jobs.failures[job]
@@ -231,7 +231,7 @@ class Runs:
             message, was_killed = "ends before its last step", False
         else:
             if outcome:
-                self.durations.append(time.monotonic() - start_time)
+                self.durations.append(time.monotonic() - self._started[job])
             return True
         if was_killed:
             self._killed[name] = self._killed.get(name, 0) + 1
@@ -239,12 +239,13 @@ class Runs:
             if self._killed[name] < MAX_KILLED:
                 del self.pending[name]  # it is planned again
                 return False
-        self._keep([self._spent(name, job, failure=message)])
+        self._keep([self._spent(job, failure=message)])
         return False
 
-    def _spent(self, name: str, job: Job, **others: Any) -> Result:
+    def _spent(self, job: Job, **others: Any) -> Result:
         """Return a result with what the training of a run took, in this process and in earlier ones."""
         seconds, sessions = self.jobs.seconds.get(job), self.jobs.starts.get(job, 1)
+        name = job.run.path.name
         before = self.results.get(name)
         if before and before.is_stopped:
             sessions += before.sessions
@@ -283,21 +284,21 @@ class Runs:
         if time.monotonic() - self._last_progress < PROGRESS_SECONDS:
             return
         self._last_progress = time.monotonic()
-        running = [job for job, (name, _) in self._started.items() if name in self.pending and not job.is_finished()]
+        running = [job for job in self._started if job.run.path.name in self.pending and not job.is_finished()]
         planned = [(self.pending[job.run.path.name], job.run.newest_metrics()["step"]) for job in running]
         if steps := [f"{self.label(variant, seed)}, at step {step}" for (variant, seed), step in planned]:
             print(f"training {'; '.join(steps)}", file=sys.stderr)
 
     # Evaluation
 
-    def _evaluate(self, ended: list[tuple[str, Job]]) -> list[Result]:
-        """Evaluate finished runs."""
+    def _evaluate(self, ended: list[tuple[Job, dict[str, Any]]]) -> list[Result]:
+        """Evaluate finished runs, each with its request."""
         if not ended:
             return []
-        ended = sorted(ended, key=lambda pair: str(self.pending[pair[0]][0].code))  # each code is imported once
-        requests = [self.request(name, job) for name, job in ended]
+        ended = sorted(ended, key=lambda pair: pair[1]["code"])  # each code is imported once
+        answers = run_evaluator(self.baseline.code, [request for _, request in ended])
         results = []
-        for (name, job), answer in zip(ended, run_evaluator(self.baseline.code, requests), strict=True):
+        for (job, _), answer in zip(ended, answers, strict=True):
             newest = job.run.newest_metrics()
             facts = {"digest": newest.get("state/digest"), "tokens": read_tokens(job)}
             loss, excess = answer["loss"], answer["excess_loss"]
@@ -305,12 +306,15 @@ class Runs:
                 loss, excess = newest.get(self.metric), None
             problem = answer["problem"] or problem_of(loss, excess, self.metric)
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
-            results.append(self._spent(name, job, **facts))
+            results.append(self._spent(job, **facts))
         return results
 
-    def request(self, name: str, job: Job) -> dict[str, Any]:
-        """Return what the evaluator must know of a run; nothing of it was written by the code of the run."""
-        variant, seed = self.pending[name]
+    def request(self, job: Job) -> dict[str, Any]:
+        """Return what the evaluator must know of a run that has just ended, before others can change its checkpoint.
+
+        Nothing of it was written by the code of the run.
+        """
+        variant, seed = self.pending[job.run.path.name]
         baseline = self.baseline.settings
         settings = {
             name: value
@@ -330,7 +334,7 @@ class Runs:
             "test_seed": self.test_seed,
             "manifests": manifests,
             "delivered": sorted(str(file) for file in files if not file.name.endswith(".tokens")),
-            "sessions": self._spent(name, job).sessions,
+            "sessions": self._spent(job).sessions,
             "processes": variant.launch.processes or 1,
         }
 
@@ -372,13 +376,10 @@ def read_tokens(job: Job) -> float | None:
         return None
 
 
-def runs_of(
-    results: Mapping[str, Result], digest: str, first_seed: int = 0, end: int = FIRST_RESERVED_SEED
-) -> list[Result]:
+def runs_of(results: Mapping[str, Result], digest: str, seeds: range = SEEDS_OF_RACES) -> list[Result]:
     """Return the runs of the variant with this digest that have ended, by seed; by default those of races."""
-    ended = [(result.seed, result) for result in results.values() if result.digest_of_variant == digest]
-    in_range = ((seed, result) for seed, result in ended if first_seed <= seed < end and not result.is_stopped)
-    return [result for _, result in sorted(in_range, key=itemgetter(0))]
+    runs = [run for run in results.values() if run.digest_of_variant == digest and run.seed in seeds]
+    return sorted((run for run in runs if not run.is_stopped), key=attrgetter("seed"))
 
 
 def group_of(runs: Iterable[Result]) -> Group:

@@ -225,6 +225,17 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
     }
 
 
+def test_checkpoint_is_hashed_when_its_run_ends(experiments, monkeypatch):
+    """A later run changes it before both are evaluated."""
+    requests = []
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or fake_evaluator(code, some))
+    first = "settings['out_dir'] + '/' + settings['name'][:-1] + '0/checkpoints/step-1/manifest.json'"
+    experiments.hook(f"if settings['seed'] == 1:\n    open({first}, 'w').write('changed')")
+    experiments.race(A, runs=2, jobs=1)
+    hashes = [hash for one in requests for hash in one["manifests"].values()]
+    assert len(hashes) == 2 and len(set(hashes)) == 1
+
+
 def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, monkeypatch):
     requests, changed = [], []
     evaluate = runs.run_evaluator
