@@ -98,10 +98,9 @@ def newest_stack(folder: Path) -> list[Idea]:
         except ConfigError as error:
             print(error, file=sys.stderr)
             continue
-        last = record.rounds[-1]
-        if keys := [*last.stack, *([last.winner] if last.winner else [])]:
-            print(f"confirming {' + '.join(record.ideas[key].text for key in keys)}, found by {file}", file=sys.stderr)
-            return [record.ideas[key] for key in keys]
+        if ideas := [record.ideas[key] for key in record.stack]:
+            print(f"confirming {' + '.join(idea.text for idea in ideas)}, found by {file}", file=sys.stderr)
+            return ideas
     raise ConfigError(f"ideas: no race in {folder} has found a better one; give the settings of a race, or name ideas")
 
 
@@ -193,22 +192,13 @@ def compare(
         (digests.index(variants[against].digest), digests.index(variants[name].digest)) for name, against in pairs
     ]
     known = [pair for pair in indices if all(len(groups[index].values) >= MIN_RUNS for index in pair)]
-    found = verdicts.compare([group.values for group in groups], known) if known else None
-    q = verdicts.q_values(found.p) if found else []
+    found = dict(zip(known, verdicts.find(groups, known, margin, len(known)), strict=True))
     rows = []
     for (name, against), pair in zip(pairs, indices, strict=True):
         against_group, group = groups[pair[0]], groups[pair[1]]
-        row: dict[str, Any] = {"size": size, "variant": name, "against": against, "verdict": "unknown"}
-        row |= dict.fromkeys(("effect", "low", "high", "p", "q"))
+        row = {"size": size, "variant": name, "against": against}
+        row |= report.describe_finding(found.get(pair, verdicts.Finding()))
         row |= {"runs": group.num_ended, "failed": group.failed}
-        if found and pair in known:
-            number = known.index(pair)
-            effect, half_width = float(found.effects[number]), float(found.half_widths[number])
-            row |= {"effect": report.change(effect), "p": float(found.p[number]), "q": float(q[number])}
-            row |= {"low": report.change(effect - half_width), "high": report.change(effect + half_width)}
-            row["verdict"] = verdicts.decide(effect, half_width, float(q[number]), margin, len(group.values))
-            if row["verdict"] == "better" and verdicts.failure_rate(group) > verdicts.failure_rate(against_group):
-                row["verdict"] = "unknown"
         if verdicts.fails_more_often(group, against_group):
             row["verdict"] = "failed"
         if group is against_group:

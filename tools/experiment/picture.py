@@ -25,9 +25,10 @@ def draw(race: dict[str, Any], path: Path) -> None:
     """Write the picture of a race, given as the object of `--json`, in the format of the path's suffix."""
     # A row is an idea, or the heading of a round.
     rows: list[dict[str, Any] | str] = []
+    unit = " nats/token" if race["compared"] in ("excess loss", "loss") else ""
     for entry in race["rounds"]:
         ideas = [idea for idea in entry["ideas"] if idea["verdict"] is not None]
-        loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f} nats/token)"
+        loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f}{unit})"
         rows.append(f"round {entry['round']}, on {'the baseline' if not entry['stack'] else 'the best so far'}{loss}")
         measured = [idea for idea in ideas if idea["effect"] is not None]
         rows += ideas if entry["round"] == 1 else measured[:MAX_LATER_IDEAS]

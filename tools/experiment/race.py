@@ -355,39 +355,31 @@ class Race:
             if self.config.equal == "seconds" and self.runs.pending:
                 return "wait"  # runs that are timed must have the machine for themselves
             self.enter(self.resolve(new))
+        self.check_baseline()
         if self.is_budget_spent() or len(self.variants) == 1:
             return None
         keys, findings = self.findings()
         groups = [self.runs.group(self.variants[key]) for key in keys]
         index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings, self.record.margin)
-        if index is None or self.check_baseline(must_raise=False):
+        if index is None:
             return None
         variant = self.variants["" if index == BASELINE else keys[index]]
         return variant, self.runs.next_seed(variant)
 
     def findings(self) -> tuple[list[str], list[Finding]]:
         """Return the keys of the ideas of the open round, and what is known of each."""
-        keys = [key for key in self.variants if key]
-        baseline = self.runs.group(self.variants[""])
-        found = verdicts.assess(baseline, [self.runs.group(self.variants[key]) for key in keys], self.record.margin)
-        for index, key in enumerate(keys):
-            if report.is_identical(self.runs.results, self.variants[""].digest, self.variants[key].digest):
-                found[index] = Finding("identical")
-        return keys, found
+        return [*self.round.ideas], report.find(self.round, self.runs.results, self.record.margin)
 
-    def check_baseline(self, must_raise: bool = True) -> str:
-        """Return why the baseline cannot be compared with, if its first runs failed, or raise that as RunError."""
+    def check_baseline(self) -> None:
+        """Raise RunError if the first runs of the baseline failed, so that nothing can be compared with it."""
         results = self.runs.of_variant(self.variants[""])
-        is_broken = len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results)
-        problem = results[0].failure if is_broken else ""
-        if problem and must_raise:
-            raise RunError(f"the baseline does not train: {problem}")
-        return problem
+        if len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results):
+            raise RunError(f"the baseline does not train: {results[0].failure}")
 
     def is_budget_spent(self) -> bool:
         """Return whether no further run may start."""
-        digests = {one["digest"] for entry in self.record.rounds for one in (entry.baseline, *entry.ideas.values())}
-        trained = len(self.runs.pending) + sum(len(runs_of(self.runs.results, digest)) for digest in digests)
+        trained = len(self.runs.pending)
+        trained += sum(len(runs_of(self.runs.results, digest)) for digest in self.record.digests)
         limit: float = self.config.runs or math.inf
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS

@@ -46,6 +46,17 @@ class Record:
     """Keys of ideas that train the same as an earlier one, which stands for them."""
     version: int = RECORD_VERSION
 
+    @property
+    def stack(self) -> list[str]:
+        """Keys of the ideas that the rounds have found, in the order in which they joined the baseline."""
+        last = self.rounds[-1]
+        return [*last.stack, *([last.winner] if last.winner else [])]
+
+    @property
+    def digests(self) -> set[str]:
+        """Digests of all variants of the race."""
+        return {one["digest"] for entry in self.rounds for one in (entry.baseline, *entry.ideas.values())}
+
     @classmethod
     def read(cls, file: Path) -> "Record":
         """Read the file of a race; raise ConfigError if it is damaged."""

@@ -18,6 +18,7 @@ from tools.experiment.settings import ReportConfig
 from tools.experiment.verdicts import Finding
 
 JSON_VERSION = 1
+EFFECT = ("effect", "low", "high", "p", "q")
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
 MAX_LOG_RATIO = 700.0
 MAX_CHANGE = 100.0  # an interval that ends above says nothing
@@ -73,9 +74,8 @@ def describe_race(file: Path) -> dict[str, Any]:
                 last[idea["idea"]] |= {"message": idea["message"]}
             else:
                 last[idea["idea"]] = idea | {"verdict": idea["verdict"] or "failed"}
-    keys = [*record.rounds[-1].stack, *([record.rounds[-1].winner] if record.rounds[-1].winner else [])]
-    digests = {one["digest"] for entry in record.rounds for one in (entry.baseline, *entry.ideas.values())}
-    ended = [run for digest in digests for run in runs_of(results, digest)]
+    ended = [run for digest in record.digests for run in runs_of(results, digest)]
+    stack = [record.ideas[key].text for key in record.stack]
     stack_file, patch = file.with_suffix(".yaml"), file.with_suffix(".patch")
     result = {
         "version": JSON_VERSION,
@@ -89,9 +89,9 @@ def describe_race(file: Path) -> dict[str, Any]:
         "seconds": sum(run.seconds or 0.0 for run in ended),
         "ideas": list(last.values()),
         "rounds": rounds,
-        "stack": [record.ideas[key].text for key in keys],
-        "stack_config": str(stack_file) if stack_file.exists() and keys else None,
-        "stack_patch": str(patch) if patch.exists() and keys else None,
+        "stack": stack,
+        "stack_config": str(stack_file) if stack_file.exists() and stack else None,
+        "stack_patch": str(patch) if patch.exists() and stack else None,
         "picture": str(file.with_suffix(".png")),
     }
     draw(result, file.with_suffix(".png"))
@@ -103,20 +103,25 @@ def has_entropy(results: Mapping[str, Result]) -> bool:
     return any(result.excess_loss is not None for result in results.values())
 
 
+def find(entry: Round, results: Mapping[str, Result], margin: float) -> list[Finding]:
+    """Return what is known of each idea of a round."""
+    baseline, *groups = (group_of(runs_of(results, one["digest"])) for one in (entry.baseline, *entry.ideas.values()))
+    return [
+        Finding("identical", 0.0, 0.0) if is_identical(results, entry.baseline["digest"], one["digest"]) else finding
+        for one, finding in zip(entry.ideas.values(), verdicts.assess(baseline, groups, margin), strict=True)
+    ]
+
+
 def describe_round(number: int, entry: Round, record: Record, results: Mapping[str, Result]) -> dict[str, Any]:
     """Return what is known of the ideas of a round, the best first; ideas that are out come last."""
     baseline = runs_of(results, entry.baseline["digest"])
-    groups = [group_of(runs_of(results, one["digest"])) for one in entry.ideas.values()]
-    findings = verdicts.assess(group_of(baseline), groups, record.margin)
     ideas = []
-    for (key, described), finding in zip(entry.ideas.items(), findings, strict=True):
-        if is_identical(results, entry.baseline["digest"], described["digest"]):
-            finding = Finding("identical", 0.0, 0.0)
+    for (key, described), finding in zip(entry.ideas.items(), find(entry, results, record.margin), strict=True):
         runs = runs_of(results, described["digest"])
         ideas.append(describe_idea(record.ideas[key].text, number, finding, runs, baseline, described, entry.baseline))
         ideas[-1]["joined"] = key == entry.winner
     ideas.sort(key=lambda idea: math.inf if idea["effect"] is None else idea["effect"])
-    nothing = dict.fromkeys(("effect", "low", "high", "p", "q", "loss", *COSTS))
+    nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS))
     for key, reason in entry.out.items():
         out = {"idea": record.ideas[key].text, "round": number, "verdict": "failed" if number == 1 else None}
         ideas.append(out | {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False} | nothing)
@@ -139,9 +144,7 @@ def describe_idea(
     described: dict[str, Any],
     described_baseline: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what is known of an idea: effects as changes of the geometric mean, costs relative to the baseline."""
-    is_known = math.isfinite(finding.effect)
-    low, high = finding.effect - finding.half_width, finding.effect + finding.half_width
+    """Return what is known of an idea; its costs are relative to the baseline."""
     costs: dict[str, float | None] = {
         name: described[name] / described_baseline[name] for name in ("steps", "tokens", "flops", "parameters")
     }
@@ -154,13 +157,8 @@ def describe_idea(
     return {
         "idea": text,
         "round": number,
-        "verdict": finding.verdict,
+        **describe_finding(finding),
         "message": "; ".join(failures),
-        "effect": change(finding.effect) if is_known else None,
-        "low": change(low) if is_known else None,
-        "high": change(high) if is_known else None,
-        "p": finding.p if is_known else None,
-        "q": finding.q if is_known else None,
         "runs": len(runs),
         "failed": sum(bool(run.failure) for run in runs),
         "loss": mean_loss(runs),
@@ -168,6 +166,15 @@ def describe_idea(
         **{name: costs[name] for name in COSTS},
         "warnings": described["warnings"],
     }
+
+
+def describe_finding(finding: Finding) -> dict[str, Any]:
+    """Return a verdict and its effect, as a change of the geometric mean with its interval; None if it is unknown."""
+    if math.isnan(finding.effect):
+        return {"verdict": finding.verdict} | dict.fromkeys(EFFECT)
+    ends = finding.effect - finding.half_width, finding.effect + finding.half_width
+    values = (*map(change, (finding.effect, *ends)), finding.p, finding.q)
+    return {"verdict": finding.verdict} | dict(zip(EFFECT, values, strict=True))
 
 
 def change(log_ratio: float) -> float:
@@ -241,9 +248,8 @@ def race_lines(race: dict[str, Any]) -> list[str]:
 def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     """Return a round as text."""
     on = " + ".join(entry["stack"])
-    loss = number(entry["baseline_loss"], ".4f")
     excess = entry["baseline_excess_loss"]
-    losses = f"loss {loss} nats/token" + (f", excess loss {excess:.4f}" if excess else "")
+    losses = name_loss(number(entry["baseline_loss"], ".4f"), race) + (f", excess loss {excess:.4f}" if excess else "")
     lines = [f"Round {entry['round']}, on {on or 'the baseline'}: {losses} in {entry['baseline_runs']} runs"]
     lines += [sentence(idea, entry, race) for idea in entry["ideas"] if idea["verdict"] == "better"]
     if len(entry["ideas"]) == 1 and entry["ideas"][0]["verdict"] != "better":
@@ -268,12 +274,19 @@ def verdict_text(idea: Mapping[str, Any]) -> str:
     return idea["verdict"] or "out"
 
 
+def name_loss(values: str, race: Mapping[str, Any]) -> str:
+    """Return values with the name of what they are: the loss, or the metric that is compared instead."""
+    is_metric = race["compared"] not in ("excess loss", "loss")
+    return f"{race['compared']} {values}" if is_metric else f"loss {values} nats/token"
+
+
 def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[str, Any]) -> str:
     """Return an idea with its losses, in nats and as changes."""
     text = f"{verdict_text(idea).capitalize()}: {idea['idea']}"
     if idea["loss"] is not None and entry["baseline_loss"]:
         change = idea["loss"] / entry["baseline_loss"] - 1
-        text += f": loss {entry['baseline_loss']:.4f} -> {idea['loss']:.4f} nats/token ({percent(change)}"
+        losses = f"{entry['baseline_loss']:.4f} -> {idea['loss']:.4f}"
+        text += f": {name_loss(losses, race)} ({percent(change)}"
         # The interval is that of a ratio: of excess losses, or of losses where the entropy is unknown.
         compared = {"excess loss": entry["baseline_excess_loss"], "loss": entry["baseline_loss"]}.get(race["compared"])
         if compared and idea["low"] is not None and idea["high"] <= MAX_CHANGE:

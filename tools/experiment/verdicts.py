@@ -176,29 +176,38 @@ def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Findi
     """
     findings = [Finding("failed") if fails_more_often(idea, baseline) else Finding() for idea in ideas]
     measured = [index for index, idea in enumerate(ideas) if findings[index].verdict != "failed" and idea.values]
-    if len(baseline.values) < MIN_BASELINE_RUNS or not measured:
-        return findings
-    groups = [baseline.values, *(ideas[index].values for index in measured)]
-    found = compare(groups, [(0, number) for number in range(1, len(groups))])
-
-    # An idea that is not measured yet, or fails, is in the family with a p-value of 1.
-    p = np.ones(len(ideas))
-    p[measured] = found.p
-    q = q_values(p)
-    for number, index in enumerate(measured):
-        effect, half_width = float(found.effects[number]), float(found.half_widths[number])
-        verdict = decide(effect, half_width, float(q[index]), margin, len(ideas[index].values))
-        if verdict == "better" and failure_rate(ideas[index]) > failure_rate(baseline):
-            verdict = "unknown"
-        error = float(found.standard_errors[number])
-        findings[index] = Finding(verdict, effect, half_width, float(p[index]), float(q[index]), error)
+    if len(baseline.values) >= MIN_BASELINE_RUNS:
+        groups = [baseline, *(ideas[index] for index in measured)]
+        pairs = [(0, number) for number in range(1, len(groups))]
+        for index, finding in zip(measured, find(groups, pairs, margin, len(ideas)), strict=True):
+            findings[index] = finding
     return findings
 
 
-def decide(effect: float, half_width: float, q: float, margin: float, num_runs: int) -> Verdict:
+def find(
+    groups: Sequence[Group], pairs: Sequence[tuple[int, int]], margin: float, num_comparisons: int
+) -> list[Finding]:
+    """Return what is known of each pair (baseline, variant) of groups; each group of a pair has values.
+
+    The pairs are some of `num_comparisons`; the others, which are not measured yet or fail, have a p-value of 1.
+    """
+    found = compare([group.values for group in groups], pairs)
+    q = q_values(np.append(found.p, np.ones(num_comparisons - len(pairs))))
+    findings = []
+    for number, (first, second) in enumerate(pairs):
+        effect, half_width = float(found.effects[number]), float(found.half_widths[number])
+        verdict = decide(effect, half_width, float(q[number]), margin, groups[first], groups[second])
+        error = float(found.standard_errors[number])
+        findings.append(Finding(verdict, effect, half_width, float(found.p[number]), float(q[number]), error))
+    return findings
+
+
+def decide(effect: float, half_width: float, q: float, margin: float, baseline: Group, idea: Group) -> Verdict:
     """Return what an effect with an interval says; q is its p-value, corrected for the number of comparisons."""
-    if q <= LEVEL and num_runs >= MIN_RUNS_OF_DISCOVERY:
-        return "better" if effect < 0 else "worse"
+    if q <= LEVEL and len(idea.values) >= MIN_RUNS_OF_DISCOVERY:
+        if effect > 0:
+            return "worse"
+        return "better" if failure_rate(idea) <= failure_rate(baseline) else "unknown"
     return "no gain" if effect - half_width > -margin else "unknown"
 
 

@@ -40,8 +40,9 @@ def test_sentence_of_a_better_idea_has_its_losses(experiments):
 def test_sentence_without_a_known_entropy_has_the_loss_alone(experiments):
     """Of a metric, too."""
     text = experiments.race(B, metric="val/other", json=False)
-    assert re.search(rf"Better: {B}: loss 1\.\d+ -> 1\.\d+ nats/token \(-10\.\d%\), val/other -10", text)
-    assert "excess loss" not in text
+    assert re.search(rf"Better: {B}: val/other 1\.\d+ -> 1\.\d+ \(-10\.\d%\), val/other -10", text)
+    assert "\nRound 1, on the baseline: val/other 1.4" in text
+    assert "excess loss" not in text and "nats" not in text
 
 
 def test_progress_names_what_a_run_changes(experiments):
@@ -73,6 +74,8 @@ def test_all_races_and_confirmations_are_listed(experiments):
 def test_program_md_names_all_fields(experiments):
     race, confirmation = experiments.race(A, B), experiments.confirm(A, seeds=2)
     objects = [race, *race["rounds"], *race["ideas"], confirmation, *confirmation["differences"]]
+    out = experiments.race(A, "--model.big true", max_parameters=1.2)["ideas"]
+    assert len({frozenset(idea) for idea in (*race["ideas"], *out)}) == 1, "also of an idea that is out"
     page = (ROOT / "tools" / "experiment" / "program.md").read_text()
     assert not [name for one in objects for name in one if f"`{name}`" not in page]
 
