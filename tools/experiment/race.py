@@ -95,6 +95,8 @@ def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
     Of a text corpus, half of the validation sequences are withheld from all runs, for the evaluator.
     """
     baseline = recipe.variant()
+    if baseline.settings["data.source"] == "text" and not baseline.settings["evaluation.every"]:
+        raise ConfigError("evaluation.every: 0 reads no validation data, of which half are the test data; raise it")
     if baseline.validation_rows is not None:
         half = baseline.validation_rows // 2
         if not half:

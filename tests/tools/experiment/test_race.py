@@ -536,6 +536,7 @@ def test_code_that_is_an_argument_is_parsed_once(experiments, patches, monkeypat
         ([A, "--out_dir=x"], "out_dir: is set for each run"),
         ([A, "--config", "absent.yaml"], "config: absent.yaml: No such file or directory"),
         ([A, "--steps"], "steps: has no value"),
+        ([A, "--data.source", "text", "--evaluation.every", "0"], "evaluation.every: 0 reads no validation data"),
         ([], "name at least one"),
         (["--model.effect_a", "0.7"], "quote settings"),
     ],
