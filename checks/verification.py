@@ -141,13 +141,13 @@ class Verification:
         first = config.schedule.batch_warmup_from
         batch = config.global_batch_size or 2 * (first or config.micro_batch_size * self.num_processes)
         short = {
-            "out_dir": self.own_directory(Path(config.out_dir).expanduser()),
             "global_batch_size": batch,
             "schedule.batch_warmup_steps": config.steps - 1 if first else None,
             # 0 stays 0: there may be no validation data
             "evaluation.every": config.evaluation.every and config.steps // 2,
         }
-        self.config, self.corpus, self.models = resolve(config.replace(**short))
+        resolved, self.corpus, self.models = resolve(config.replace(**short))  # may refuse a setting
+        self.config = resolved.replace(out_dir=self.own_directory(Path(config.out_dir).expanduser()))
         # float32 sums of another order differ in the 6th digit; bfloat16 products, in the 3rd.
         self.tolerance = 1e-4 if self.accelerator.mixed_precision == "no" else 3e-2
         self.shards = num_shards(self.accelerator)

@@ -304,6 +304,14 @@ def test_bad_settings_are_refused(runs):
     assert done.returncode == 1 and done.stderr.count("verify.py: error:") == 1
 
 
+def test_refused_data_or_model_leaves_no_folder(runs, tmp_path):
+    """Of the data and other models only their files can tell that they do not fit."""
+    words = [*TINY_STORIES, "--out_dir", str(runs / "new"), "--teacher.path", str(tmp_path / "absent")]
+    done = forked.run("verify.py", words, 0, environment())
+    assert done.returncode == 2 and "verify.py: error: teacher.path: " in done.stderr
+    assert not (runs / "new").exists()
+
+
 def shorten_rows():
     """A fork with rows of half the length, which counts twice the tokens that it trains on."""
     arrays = StoriesDataset.arrays
