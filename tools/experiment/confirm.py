@@ -24,7 +24,7 @@ from tools.experiment.race import (
     with_base,
 )
 from tools.experiment.record import Record
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Runs
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Runs, runs_of
 from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
@@ -72,8 +72,8 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     differences = []
     for size, scaled in sizes.items():
         differences += compare(size, scaled, pairs, runs, baseline_margin(config, baseline))
-    trained = [variant for scaled in sizes.values() for variant in scaled.values()]
-    results = [result for variant in trained for result in runs.of_variant(variant, SEEDS_OF_CONFIRMATIONS)]
+    trained = {variant.digest for scaled in sizes.values() for variant in scaled.values()}
+    results = [result for digest in trained for result in runs_of(runs.results, digest, SEEDS_OF_CONFIRMATIONS)]
     result = {
         "version": report.JSON_VERSION,
         "ideas": [idea.text for idea in ideas],
@@ -153,7 +153,7 @@ def missing_runs(
 
 def say_cost(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
     """Print how many hours the missing runs will take, judging by those of the race and the FLOPs of each."""
-    known = [result.seconds for result in runs.of_variant(baseline) if result.seconds]
+    known = [result.seconds for result in runs_of(runs.results, baseline.digest) if result.seconds]
     costs = [
         variant.cost.tokens
         * (variant.cost.parameters / baseline.cost.parameters if size == 1 else size)

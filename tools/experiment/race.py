@@ -188,10 +188,6 @@ class Race:
         """The open round."""
         return self.record.rounds[-1]
 
-    def save(self) -> None:
-        """Write the file of the race."""
-        self.record.write(self.file)
-
     # Ideas
 
     def new_ideas(self) -> list[str]:
@@ -267,7 +263,7 @@ class Race:
                 self.variants[key] = variant
         self.round.baseline = describe(self.variants[""])
         self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
-        self.save()
+        self.record.write(self.file)
 
     def reason_against(self, key: str, variant: Variant) -> str:
         """Return why an idea does not race; "" if it does."""
@@ -349,7 +345,7 @@ class Race:
             patch = change.git("diff-tree", "-p", "--binary", "--full-index", self.recipe.commit, commit) + "\n"
             write_atomically(self.file.with_suffix(".patch"), patch.encode(errors="surrogateescape"))
         self.round.winner = winner
-        self.save()
+        self.record.write(self.file)
 
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
@@ -374,7 +370,7 @@ class Race:
 
     def check_baseline(self) -> None:
         """Raise RunError if the first runs of the baseline failed, so that nothing can be compared with it."""
-        results = self.runs.of_variant(self.variants[""])
+        results = runs_of(self.runs.results, self.variants[""].digest)
         if len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results):
             raise RunError(f"the baseline does not train: {results[0].failure}")
 

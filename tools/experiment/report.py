@@ -128,7 +128,7 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
     return {
         "round": number,
         "stack": [record.ideas[key].text for key in entry.stack],
-        "baseline_loss": mean_loss(baseline),
+        "baseline_loss": mean(run.loss for run in baseline),
         "baseline_excess_loss": mean_excess(baseline),
         "baseline_runs": len(baseline),
         "ideas": ideas,
@@ -161,7 +161,7 @@ def describe_idea(
         "message": "; ".join(failures),
         "runs": len(runs),
         "failed": sum(bool(run.failure) for run in runs),
-        "loss": mean_loss(runs),
+        "loss": mean(run.loss for run in runs),
         "excess_loss": mean_excess(runs),
         **{name: costs[name] for name in COSTS},
         "warnings": described["warnings"],
@@ -186,11 +186,6 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def mean_loss(runs: Iterable[Result]) -> float | None:
-    """Return the mean loss of runs, in nats per token."""
-    return mean(run.loss for run in runs)
 
 
 def mean_excess(runs: Iterable[Result]) -> float | None:

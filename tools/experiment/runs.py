@@ -108,13 +108,9 @@ class Runs:
 
     # What is known
 
-    def of_variant(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> list[Result]:
-        """Return the runs of a variant that have ended, with seeds in a range."""
-        return runs_of(self.results, variant.digest, seeds)
-
     def group(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> Group:
         """Return the results of a variant with seeds in a range, and how many of its runs are pending."""
-        group = group_of(self.of_variant(variant, seeds))
+        group = group_of(runs_of(self.results, variant.digest, seeds))
         pending = [seed for other, seed in self.pending.values() if other.digest == variant.digest]
         group.pending = sum(seed in seeds for seed in pending)
         return group
