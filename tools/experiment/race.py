@@ -33,7 +33,7 @@ from tools.experiment.settings import ExperimentConfig, IdeasConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_steps
 from tools.experiment.verdicts import BASELINE, Finding
 from tools.jobs.launch import Launch
-from tools.jobs.runner import EXIT_STOPPED, JobRunner
+from tools.jobs.runner import JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
@@ -53,20 +53,13 @@ def main(config: ExperimentConfig) -> None:
 
 
 def run_with_json(config: Any, run: Callable[[Any, Recipe, JobRunner], list[str]]) -> None:
-    """Print the lines of `run`, called with the config, its recipe and a job runner; with --json, also errors."""
+    """Print the lines of `run`, called with the config, its recipe and a job runner."""
     jobs = JobRunner(config.jobs or (1 if config.launch else None))
     if not (config.launch or jobs.gpus):
         jobs.threads = 1  # runs with more threads than free cores take several times as long
-    try:
-        with Checkouts() as checkouts:
-            recipe = Recipe(head_commit(), config.common, Launch.parse(config.launch), checkouts)
-            print("\n".join(run(config, recipe, jobs)))
-    except BaseException as error:
-        if config.print_json:
-            exit_code = {ConfigError: 2, SystemExit: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
-            message = "stopped by a signal" if isinstance(error, SystemExit) else str(error) or type(error).__name__
-            print(json.dumps({"version": report.JSON_VERSION, "exit_code": exit_code, "message": message}))
-        raise
+    with report.errors_as_json(config), Checkouts() as checkouts:
+        recipe = Recipe(head_commit(), config.common, Launch.parse(config.launch), checkouts)
+        print("\n".join(run(config, recipe, jobs)))
 
 
 def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from tools.experiment.record import Record, Round
 from tools.experiment.runs import Result, group_of, read_results, runs_of
 from tools.experiment.settings import ReportConfig
 from tools.experiment.verdicts import Finding
+from tools.jobs.runner import EXIT_STOPPED
 
 JSON_VERSION = 1
 EFFECT = ("effect", "low", "high", "p", "q")
@@ -24,8 +26,27 @@ MAX_LOG_RATIO = 700.0
 MAX_CHANGE = 100.0  # an interval that ends above says nothing
 
 
+@contextmanager
+def errors_as_json(config: ReportConfig) -> Iterator[None]:
+    """With --json, also print the error that ends a command as an object."""
+    try:
+        yield
+    except BaseException as error:
+        if config.print_json:
+            exit_code = {ConfigError: 2, SystemExit: EXIT_STOPPED, KeyboardInterrupt: 130}.get(type(error), 1)
+            message = "stopped by a signal" if isinstance(error, SystemExit) else str(error) or type(error).__name__
+            print(json.dumps({"version": JSON_VERSION, "exit_code": exit_code, "message": message}))
+        raise
+
+
 def main(config: ReportConfig) -> None:
     """Print the races and confirmations of all experiments, and draw the races."""
+    with errors_as_json(config):
+        print(describe_all(config))
+
+
+def describe_all(config: ReportConfig) -> str:
+    """Return the races and confirmations of all experiments, as text or JSON."""
     folder = expand_user_path("folder", config.folder)
     files = sorted([*folder.glob("*/races/*.json"), *folder.glob("*/confirmations/*.json")], key=modification_time)
     results, lines = [], []
@@ -38,7 +59,7 @@ def main(config: ReportConfig) -> None:
             lines.append(f"{file} cannot be read: {error}")
     if not files:
         raise ConfigError(f"folder: {folder} has no results")
-    print(json.dumps({"version": JSON_VERSION, "results": results}) if config.print_json else "\n\n".join(lines))
+    return json.dumps({"version": JSON_VERSION, "results": results}) if config.print_json else "\n\n".join(lines)
 
 
 def modification_time(file: Path) -> float:

@@ -58,7 +58,9 @@ def test_one_idea_has_its_sentence_whatever_the_verdict(experiments):
 
 def test_all_races_and_confirmations_are_listed(experiments):
     """The newest last."""
-    assert "has no results" in experiments.report(error=ConfigError)
+    message = experiments.report(error=ConfigError)
+    assert "has no results" in message
+    assert json.loads(experiments.output) == {"version": 1, "exit_code": 2, "message": message}
     experiments.race(A, B)
     experiments.race(NOTHING, "--optimizer.lr", "1.5")
     experiments.confirm(A, seeds=2)
