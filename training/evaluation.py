@@ -4,7 +4,9 @@ import math
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
+from config.errors import RunError
 from data.corpus import Corpus
 from data.loader import load_batch, model_inputs
 from distributed.collectives import all_gather
@@ -31,12 +33,16 @@ def evaluate(
         `val/loss`), `val/excess_loss` (their difference), `val/bits_per_byte` and `val/bytes` (of the text of the
         targets). Of a model that does not predict the next token, only `val/loss` and `val/NAME`, without those of
         `score_logits`.
+
+    Raises:
+        RunError: the names of the metrics, or their order, differ between batches.
     """
     validation, predicts_next_token = corpus.validation, accelerator.unwrap_model(model).predicts_next_token
     score = corpus.score_logits if predicts_next_token else None
     assert validation is not None, "evaluation.every is set"
     rank, num_processes = accelerator.process_index, accelerator.num_processes
-    starts, keys, rows = range(0, len(validation), micro_batch_size), [], []
+    starts, rows = range(0, len(validation), micro_batch_size), []
+    names_of_batches: set[tuple[str, ...]] = set()
     model.eval()
     network = unsharded(accelerator.unwrap_model(model)).eval() if corpus.score_model else None
     for first in range(0, len(starts), num_processes):
@@ -46,7 +52,9 @@ def evaluate(
         start = starts[index] if index < len(starts) else 0
         samples = load_batch(validation, range(start, min(start + micro_batch_size, len(validation))))
         batch = {key: tensor.to(accelerator.device) for key, tensor in samples.items()}
-        logits_to_keep = 0 if score else None  # 0 is all of them
+
+        # Compute the loss, and the metrics of the model and of the corpus.
+        logits_to_keep = 0 if score else None  # 0: all
         inputs = model_inputs(batch)
         logits, loss_sum, auxiliary = model(**inputs, num_items_in_batch=1, logits_to_keep=logits_to_keep)
         sums = {"loss": (loss_sum, count_targets(batch["labels"], predicts_next_token)), **auxiliary}
@@ -55,13 +63,24 @@ def evaluate(
             # The compiler would need seconds for shapes that no training step has.
             with torch.compiler.set_stance("force_eager"), accelerator.autocast():
                 sums |= corpus.score_model(network, batch)
-        keys, values = list(sums), [value for pair in sums.values() for value in pair]
+
+        # Keep them in a row: the sum and the count of each metric, without the names.
+        names_of_batches.add(tuple(sums))
+        values = [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
     reshard(model)
     model.train()
+
+    # A column has one name: check that all batches of all processes report the same names in the same order.
+    everywhere = gather_object(list(names_of_batches)) if num_processes > 1 else names_of_batches
+    names, *others = sorted(set(everywhere))
+    if others:
+        raise RunError(f"each batch must report the same metrics in the same order, not {names} and {others[0]}")
+
+    # Add up the rows.
     columns = all_gather(torch.stack(rows)).flatten(0, 1).T.tolist()  # sums and counts of each name, by batch
-    totals = dict(zip(keys, zip(columns[::2], columns[1::2], strict=True), strict=True))
+    totals = dict(zip(names, zip(columns[::2], columns[1::2], strict=True), strict=True))
     metrics = {key: mean(sums, counts) for key, (sums, counts) in totals.items()}
     loss_sums, target_counts = totals["loss"]
     if predicts_next_token:  # otherwise the loss is not the negative log-likelihood of the text

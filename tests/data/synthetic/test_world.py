@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from config.errors import RunError
 from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.excess import build_excess_loss_score
@@ -25,6 +26,9 @@ from training import evaluation
 
 SEQ_LEN = 96  # as in configs/stories.yaml
 FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]
+ONE_PROCESS = SimpleNamespace(  # an Accelerator
+    process_index=0, num_processes=1, device=torch.device("cpu"), unwrap_model=lambda model: model
+)
 
 
 @pytest.fixture(scope="module")
@@ -203,10 +207,7 @@ def test_entropy_of_other_targets_is_not_reported(masked, monkeypatch):
         monkeypatch.setattr(StoriesDataset, "arrays", arrays)
     if masked == "targets":
         monkeypatch.setattr(evaluation, "count_targets", lambda labels, _: (labels[:, 5:] != -100).sum())
-    accelerator = SimpleNamespace(
-        process_index=0, num_processes=1, device=torch.device("cpu"), unwrap_model=lambda model: model
-    )
-    metrics = evaluation.evaluate(network, corpus, 4, accelerator, "other")
+    metrics = evaluation.evaluate(network, corpus, 4, ONE_PROCESS, "other")
     kinds = [value for name, value in metrics.items() if name.startswith("other/excess_loss/")]
     assert len(kinds) == 4 and "other/loss" in metrics
     if masked is None:
@@ -214,6 +215,19 @@ def test_entropy_of_other_targets_is_not_reported(masked, monkeypatch):
     else:
         assert not {"other/entropy", "other/excess_loss", "other/bits_per_byte", "other/bytes"} & metrics.keys()
         assert all(map(math.isnan, kinds)) == (masked == "labels")
+
+
+@pytest.mark.parametrize(("others", "num_processes"), [(("b", "a"), 1), (("a", "c"), 1), (("a", "b"), 2)])
+def test_evaluation_refuses_metrics_that_change_between_batches(others, num_processes, monkeypatch):
+    """The sums of the batches are added by position. The other of two processes reports another order."""
+    accelerator = SimpleNamespace(**{**vars(ONE_PROCESS), "num_processes": num_processes})
+    monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, ("loss", "b", "a")])
+    corpus = load_corpus(TrainConfig.from_flat({"evaluation.every": 1, "evaluation.num_samples": 6}))
+    network = GPTModel(GPTConfig(vocab_size=corpus.vocab_size)).eval()
+    names = iter([("a", "b"), others])
+    corpus.score_logits = lambda logits, batch: {name: (ord(name), 1) for name in next(names)}
+    with pytest.raises(RunError, match="each batch must report the same metrics in the same order, not"):
+        evaluation.evaluate(network, corpus, 4, accelerator)
 
 
 def test_run_reports_kinds_and_refuses_changed_world(runs):
