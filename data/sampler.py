@@ -190,7 +190,8 @@ def apportion(number: int, quotas: list[int], sizes: list[int]) -> list[int]:
     """Return how many samples of each corpus to use for a set of `number` samples in the proportions of a mixture.
 
     Args:
-        number: size of the set, at least the number of corpora. The set is smaller if a corpus has too few samples.
+        number: size of the set, at least the number of corpora. If a corpus has too few samples for its proportion,
+            the whole set is smaller, so that the proportions stay the same.
         quotas: the proportions, as samples from each corpus in a block (`mix_quotas`).
         sizes: samples that each corpus has.
 

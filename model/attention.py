@@ -76,9 +76,10 @@ def uses_flex_attention(tokens: Tensor, dropout: float, head_dim: int) -> bool:
 
 
 def make_mask_mod(window: int, document_BT: Tensor | None) -> MaskMod:
-    """Return a mask_mod for causal sliding-window attention that does not cross documents.
+    """Return a mask_mod for causal sliding-window attention.
 
-    A query attends to itself and to the `window` - 1 positions before it.
+    A query attends to itself and to the `window` - 1 positions before it, but only within its document if the
+    documents are given.
     """
 
     def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

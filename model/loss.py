@@ -128,7 +128,11 @@ class NextTokenLoss:
         return rows if is_chunked else None
 
     def compile(self) -> None:
-        """Compile the operations on a chunk's logits: a GPU then reads them twice, and writes their gradient once."""
+        """Compile the operations on a chunk's logits.
+
+        They are fused, so that a GPU reads the logits twice and writes their gradient once. Uncompiled, each operation
+        reads and writes a tensor of this size.
+        """
         self.differentiate = torch.compile(differentiate_loss)
 
     def __call__(
@@ -184,7 +188,7 @@ class NextTokenLoss:
 def rows_per_chunk(num_rows: int, vocab_size: int, device_type: str) -> int:
     """Return the number of rows in a chunk.
 
-    Chunks have the same number of rows if possible, because torch.compile recompiles for each shape.
+    Chunks have the same number of rows if possible, because torch.compile compiles again for a second shape.
     """
     device_type = device_type if device_type in TILE_ROWS else "cpu"
     tile = TILE_ROWS[device_type]
@@ -220,7 +224,8 @@ def differentiate_loss(
         return *objective(logits_NV), None
 
     # torch.compile would break the graph at torch.autograd.grad, but it can compile torch.func. Uncompiled, torch.func
-    # keeps all intermediate tensors, and does not support autograd functions without setup_context.
+    # takes more memory, because it records the gradient for a second derivative (create_graph=True), and it does not
+    # support autograd functions without setup_context.
     if torch.compiler.is_compiling():
         gradient_NV, (loss, metrics) = torch.func.grad_and_value(objective, has_aux=True)(logits_NV)
         return loss, metrics, gradient_NV
@@ -256,7 +261,8 @@ class ChunkedLoss(torch.autograd.Function):
 
         total = hidden_NC.new_zeros((), dtype=sum_dtype)
         metrics: dict[str, Tensor] = {}
-        # Without gradients, hidden_NC is a placeholder for the loop below, which then does not write to it.
+        # The loop below writes the gradient of each chunk into a part of grad_hidden_NC. Without gradients it writes
+        # nothing, but still needs a tensor to split.
         grad_hidden_NC = torch.empty_like(hidden_NC) if needs_gradient else hidden_NC
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=sum_dtype) if needs_gradient else None
         with torch.autocast(device, enabled=False):
@@ -277,8 +283,8 @@ class ChunkedLoss(torch.autograd.Function):
                     grad_hidden.copy_(loss_function.linear(grad_logits, weight.t()))
                     # addmm_ adds the product without a temporary [V, C]. On a Zen 5 that was 1.19 times as fast for a
                     # vocabulary of 50,257, but slower in chunks of 512 or more rows (benchmarks/LOG.md, 2026-11-24).
-                    # addmm_ needs all tensors in one dtype. Exact runs do not use it: on a CPU it computes with MKL,
-                    # which they avoid (training/cpu_kernels.py).
+                    # addmm_ needs all tensors in one dtype. Runs with `exact`, which enables deterministic algorithms,
+                    # do not use it: on a CPU it computes with MKL, which they avoid (training/cpu_kernels.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight_VC.addmm_(grad_logits.t(), hidden)
                     else:

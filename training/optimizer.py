@@ -95,13 +95,12 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 # Polar Express (Amsel et al. 2025, arXiv:2505.16932): polynomials a x + b x^3 + c x^5 with coefficients (a, b, c),
-# applied one after another. They were computed for singular values from 0.001 to 1, with safety margins for rounding;
-# coefficients and margins are those of modded-nanogpt. It divides each matrix by 1.02 before the first polynomial; here
-# that division is a part of the polynomial. The coefficients of the others contain their margins. To save time, the
-# last two of its five polynomials are left out: the first three map singular values from 0.001 to 1 into [0.12, 1.9]
-# instead of close to 1. After 200 steps the validation loss was only 0.005 higher than with torch.optim.Muon. The
-# standard deviation of that loss over seeds is 0.016. We measured this at a width of 128 only (benchmarks/LOG.md,
-# 2026-11-21).
+# applied one after another. The coefficients are those of modded-nanogpt, computed for singular values from 0.001 to 1,
+# with a safety margin of 1.02 for rounding in each polynomial. Before the first polynomial, modded-nanogpt also divides
+# the matrix by 1.02; here the first polynomial contains this division. To save time, the last two of the five
+# polynomials are left out: the first three map singular values from 0.001 to 1 into [0.12, 1.9] instead of close to 1.
+# After 200 steps the validation loss was only 0.005 higher than with torch.optim.Muon. The standard deviation of that
+# loss over seeds is 0.016. We measured this at a width of 128 only (benchmarks/LOG.md, 2026-11-21).
 POLAR_EXPRESS = (
     (8.156554524902461 / 1.02, -22.48329292557795 / 1.02**3, 15.878769915207462 / 1.02**5),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
