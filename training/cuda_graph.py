@@ -46,7 +46,7 @@ class GraphedMicroBatch:
         self.outputs: tuple[Tensor, MetricSums]
 
     def __call__(
-        self, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: "dist.Work | None" = None
+        self, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: dist.Work | None = None
     ) -> tuple[Tensor, MetricSums]:
         """Add the gradients of a micro-batch to `.grad`; return its loss divided by `num_targets`, and its metrics.
 

@@ -111,8 +111,8 @@ class _Pending:
     completed_steps: int
     rows: Tensor
     """[processes, columns], dtype `sum_dtype`; see NUM_TARGETS for the columns."""
-    all_reduce: "dist.Work | None"
-    copied: "torch.Event | None" = None
+    all_reduce: dist.Work | None
+    copied: torch.Event | None = None
     """Recorded after the copy to the host, if that is asynchronous."""
 
 
