@@ -75,16 +75,17 @@ def main(config: TrainConfig) -> None:
     Raises:
         ConfigError: the settings do not fit the launch, the data, the run directory or the models that they name, or
             the data or all checkpoints are damaged.
-        RunError: the run cannot go on, for example because the loss is NaN, the processes' states differ, or a
+        RunError: the run cannot continue, for example because the loss is NaN, the processes' states differ, or a
             checkpoint cannot be written.
         Preempted: a signal, the end of the launcher or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
     # On exit, write to status.json how the session ended: finished, preempted or failed. A session that fails before
-    # `open_run` has locked the run writes nothing.
+    # `open_run` has locked the run, or because the run has other settings, writes nothing.
     with record_outcome(run):
-        # Checks that need no communication run before the process group exists. `resolve` loads the data and the
-        # models of `init_from` and `teacher.path`, and fills in null settings that depend on them, on the launch or on
+        # Before the process group exists, check what needs no communication: the launch, the tracker, the settings, and
+        # that the run directory can be written. `resolve` also loads the data and the models of `teacher.path` and, if
+        # the run has no checkpoint, of `init_from`. It fills in null settings that depend on them, on the launch or on
         # the existing run.
         check_launch(config)
         trackers.check(config)
@@ -126,7 +127,8 @@ def train(
     use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if state.graph:
-        state.graph.is_optional = config.cuda_graph is None  # the memory of the run may suffice without it only
+        # With null, training continues without the graph if the memory does not suffice to capture it.
+        state.graph.is_optional = config.cuda_graph is None
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
     # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the root
@@ -201,8 +203,8 @@ def train(
             # graph, because a graph would not run the hooks.
             with block_statistics.record(log_now):
                 # After a signal or a failed save, ask all processes to stop. They see the request in the result of this
-                # step, which may be read one step later, and stop together. `saver.save` raises the reason of a failed
-                # save. With `checkpoint.on_failure: continue`, `failed` stays False.
+                # step, which may be read one step later, and stop together. If a save failed, `saver.save` below raises
+                # its error. With `checkpoint.on_failure: continue`, `failed` stays False.
                 stop = stop_signal.requested() or saver.failed
                 train_step(state, step, micro_batches, stop, use_graph=not block_statistics.recording)
 
@@ -212,9 +214,8 @@ def train(
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
-            # see a flag in the same step. A stop saves a checkpoint of this step, so its result must be read before. If
-            # `read` finds a flag in the previous step, it waits for this step too, and raises if an update that is not
-            # finite was applied.
+            # see a flag in the same step. A stop saves a checkpoint of this step. If the flag is in the result of the
+            # previous step, `read` therefore waits for the result of this step too, and raises if it is not finite.
             if result is not None and result.stop:
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway
@@ -291,7 +292,7 @@ def train_step(
 
     # Count the local target tokens, and start the all-reduce that adds up the counts of all processes. It overlaps the
     # first forward, unless that is a CUDA graph, which waits for it first. `results.num_processes` may be less than in
-    # the launch: to check DDP, verify.py also takes this step on each process alone, with `results.num_processes` 1.
+    # the launch: to check DDP, verify.py also calls train_step on each process alone, with `results.num_processes` 1.
     predicts_next_token = state.network.predicts_next_token
     num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
@@ -321,8 +322,8 @@ def train_step(
     # Send the losses and metrics to all processes while the gradients are clipped.
     results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
 
-    # Complete the gradients, with zeros for parameters that no micro-batch used, such as idle experts: the optimizer
-    # would skip a parameter without a gradient, but DDP and the reducers give it zeros. Undo the scale of fp16.
+    # Set the gradients of parameters that no micro-batch used, such as idle experts, to zero, as DDP and the reducers
+    # do. The optimizer would skip a parameter without a gradient. Then undo the scale of fp16.
     gradients = fill_missing_gradients(state.parameters)
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
@@ -343,7 +344,7 @@ def train_step(
 
 
 def forward_backward(
-    state: TrainState, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: "dist.Work | None" = None
+    state: TrainState, batch: Batch, num_targets: Tensor, grad_scale: float, all_reduce: dist.Work | None = None
 ) -> tuple[Tensor, MetricSums]:
     """Add the gradients of a micro-batch, times `grad_scale`, to `.grad`.
 

@@ -326,8 +326,8 @@ class GPTModel(GenerativeModel):
                 training step.
             position_ids: int64 [B, T], restarting from 0 at each document: a text or a conversation. Attention stays
                 within a document, but the last token of a document predicts the first token of the next. For texts
-                that is right, because each begins with the end-of-text token; the first token of a conversation is not
-                a target. Not supported together with `attention_mask`.
+                that token is end-of-text, so the model learns where a text ends. The first token of a conversation is
+                not a target. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`, nor with
                 `labels` if there is a teacher.
@@ -347,8 +347,8 @@ class GPTModel(GenerativeModel):
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
-        # Build the attention masks, keyed by window: layers with the same window share a mask. Flex attention, a kernel
-        # for CUDA without dropout and for heads that are not too narrow, takes masks of its own kind.
+        # Build the attention masks, keyed by window: layers with the same window share a mask. Flex attention takes
+        # masks of its own kind. It is used on CUDA only, without dropout and with heads that are not too narrow.
         head_dim = self.config.resolved_head_dim
         # All modules have the same dropout, which a schedule may change.
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)

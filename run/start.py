@@ -74,7 +74,10 @@ def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> Startin
 
 @contextmanager
 def record_outcome(run: Run) -> Iterator[None]:
-    """Write the outcome of this session into status.json, once it has locked the run: finished, preempted or failed."""
+    """Write the outcome of this session into status.json, once it has locked the run: finished, preempted or failed.
+
+    A session that fails because the run has other settings writes nothing: the run itself has not failed.
+    """
     try:
         yield
     except Preempted as preempted:
