@@ -31,11 +31,10 @@ class DataConfig(Settings):
     """source text: the prepared corpus, a folder written by data.prepare --out."""
 
     mix: dict[str, PositiveFloat] | None = None
-    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. Each corpus gets a whole
-    number of every 1,000 training sequences (0 to 999, 1,000 to 1,999, ... of the run), as near to its weight as
-    possible. The validation set has about the same proportions, at least one sequence of each corpus, and up to
-    evaluation.num_samples sequences. If evaluation.num_samples is null, it consists of all validation splits, whatever
-    their proportions."""
+    """source text: a mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every block of 1,000
+    training sequences, each corpus has a number in proportion to its weight, rounded up or down. The validation set has
+    about the same proportions, at least one sequence of each corpus, and up to evaluation.num_samples sequences. If
+    evaluation.num_samples is null, it consists of all validation splits, whatever their proportions."""
 
     packing: Literal["concat", "isolated", "padded"] = "concat"
     """source text: how documents become sequences of seq_len tokens. concat: the documents are concatenated, and the
@@ -74,7 +73,7 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List settings of one source that are given for another, and what text lacks.
+        """List settings that the source does not use, and a missing corpus.
 
         The sources are named one by one, so that a source that a fork adds may use any setting.
         """
@@ -111,7 +110,7 @@ class TeacherConfig(Settings):
 
     weight: Annotated[float, Ge(0), Le(1)] = 0.5
     """Weight of the teacher in the training objective, which is (1 - weight) x cross-entropy + weight x temperature^2 x
-    KL(teacher || model). The divergence is that of the next-token distributions. train/loss and val/loss log the
+    KL(teacher || model), the divergence between the next-token distributions. train/loss and val/loss log the
     cross-entropy, and train/teacher_kl and val/teacher_kl log the divergence."""
 
     temperature: PositiveFloat = 1.0
@@ -160,7 +159,7 @@ class ScheduleConfig(Settings):
     with linear and cosine, the last fifth of the run with wsd."""
 
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate toward which the decay leads, as a fraction of the peak."""
+    """Learning rate that the decay approaches, as a fraction of the peak."""
 
     batch_warmup_from: PositiveInt | None = None
     """Batch-size warm-up: number of sequences in the first global batch. The size then grows by this number at evenly
@@ -322,9 +321,10 @@ class TrainConfig(Settings):
     small model faster than the CPU launches them. Without `exact`, several processes sum the gradients by one
     all-reduce, without DDP. Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in
     a child process, and uses it if its gradients agree with those without it: bitwise with `exact`; otherwise they may
-    differ by twice as much as gradients without a graph do. The first lines of output say what the trial found. It
-    tries only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process
-    left to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
+    differ by twice as much as repeated gradients without a graph differ from each other. The first lines of output say
+    what the trial found. It tries only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000
+    micro-batches for each process left to train. true: an impossible graph is an error. It has been tested on an
+    emulated GPU only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a

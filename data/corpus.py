@@ -48,7 +48,7 @@ class Corpus:
     tokenizer: Tokenizer | None
     """None for random tokens."""
     vocab_size: int
-    """Of the model, at least that of the tokenizer."""
+    """Size of the model's vocabulary, at least that of the tokenizer."""
     quotas: list[int] | None = None
     """For a mixture: the number of sequences from each corpus in every MIX_BLOCK training sequences."""
     settings: dict[str, Any] = field(default_factory=dict)
