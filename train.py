@@ -124,7 +124,8 @@ def train(
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
     # trial in a child process decides whether the steps use one; the summary below prints what it found. In `state`,
     # `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
-    use_graph, trial = choose_graph(config, accelerator, start.step, partial(build_for_trial, config, start.step))
+    build = partial(build_for_trial, config, start.step)
+    use_graph, trial = choose_graph(config, accelerator, start.step, build, stop_signal.requested)
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
     if state.graph:
         # With null, training continues without the graph if the memory does not suffice to capture it.

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import combinations
@@ -43,11 +44,16 @@ MAX_SECONDS_TO_END = 10  # a process that waits for a broken driver ends neither
 
 
 def choose_graph(
-    config: TrainConfig, accelerator: Accelerator, step: int, build: Callable[[], tuple[TrainState, list[Batch]]]
+    config: TrainConfig,
+    accelerator: Accelerator,
+    step: int,
+    build: Callable[[], tuple[TrainState, list[Batch]]],
+    stop_requested: Callable[[], bool],
 ) -> tuple[bool, str]:
     """Return whether the run uses a CUDA graph, and what a trial found; "" without a trial.
 
     Called by all processes together. `build` makes, in the child process, a state with a graph and two micro-batches.
+    The trial ends early if `stop_requested()` becomes true, so that a run has time to save after a signal.
     """
     if config.cuda_graph is not None:
         return config.cuda_graph, ""
@@ -65,10 +71,13 @@ def choose_graph(
     # The child has one process, whatever the number of this run: a graph contains no communication. It must end before
     # the other processes stop waiting for its result.
     timeout_seconds = min(MAX_SECONDS, config.timeout_seconds / 2)
-    return broadcast_from_main(try_in_child(build, timeout_seconds) if accelerator.is_main_process else None)
+    trial = try_in_child(build, stop_requested, timeout_seconds) if accelerator.is_main_process else None
+    return broadcast_from_main(trial)
 
 
-def try_in_child(build: Callable[[], tuple[TrainState, list[Batch]]], timeout_seconds: float) -> tuple[bool, str]:
+def try_in_child(
+    build: Callable[[], tuple[TrainState, list[Batch]]], stop_requested: Callable[[], bool], timeout_seconds: float
+) -> tuple[bool, str]:
     """Return whether a graph works, and how well or why not."""
     print("trying a CUDA graph in a child process ...", file=sys.stderr, flush=True)
     context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
@@ -79,12 +88,16 @@ def try_in_child(build: Callable[[], tuple[TrainState, list[Batch]]], timeout_se
     except Exception as error:  # of the system, of pickle, or because this process may have no children
         return False, f"the child process cannot start: {error}"
     sender.close()  # so that the end of the child ends the wait
+    deadline = time.monotonic() + timeout_seconds
     try:
-        if receiver.poll(timeout_seconds):
-            result = receiver.recv()
-            child.join(MAX_SECONDS_TO_END)  # killed, it would leave semaphores, which Python reports when the run ends
-            return result
-        return False, f"the trial took more than {timeout_seconds:g} s"
+        while not receiver.poll(min(1.0, timeout_seconds)):
+            if stop_requested():
+                return False, "the run is asked to stop"
+            if time.monotonic() >= deadline:
+                return False, f"the trial took more than {timeout_seconds:g} s"
+        result = receiver.recv()
+        child.join(MAX_SECONDS_TO_END)  # killed, it would leave semaphores, which Python reports when the run ends
+        return result
     except (EOFError, OSError):  # OSError: in the middle of the result
         child.join(MAX_SECONDS_TO_END)
         return False, f"the trial ended with exit code {child.exitcode}"
