@@ -156,7 +156,7 @@ class ScheduleConfig(Settings):
 
     decay_steps: PositiveInt | None = None
     """Number of steps at the end of the run over which the learning rate decays. null: all steps after the warm-up
-    with linear and cosine, the last fifth of the run with wsd."""
+    with linear and cosine, the last fifth of the run with wsd. It has no effect with constant."""
 
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Learning rate that the decay approaches, as a fraction of the peak."""
