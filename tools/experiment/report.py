@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any
 
 from cli.output import aligned
@@ -314,16 +315,23 @@ def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[st
 
 
 def confirmation_lines(confirmation: dict[str, Any]) -> list[str]:
-    """Return a confirmation as text."""
+    """Return a confirmation as text, in which letters stand for the ideas."""
+    ideas = confirmation["ideas"]
+    names = {"baseline": "baseline"}
+    for end, (idea, letter) in enumerate(zip(ideas, ascii_uppercase, strict=False), 1):
+        names[" + ".join(ideas[:end])] = " + ".join(ascii_uppercase[:end])
+        names[f"all without {idea}"] = f"all without {letter}"
     table = [["", "against", "size", confirmation["compared"], "95% interval", "q", "verdict", "runs", "failed"]]
     for one in confirmation["differences"]:
         known = [percent(one["effect"]), interval(one), number(one["q"], ".2g"), verdict_text(one)]
         counts = [str(one["runs"]), str(one["failed"] or "")]
-        table.append([label(one["variant"]), label(one["against"]), f"{one['size']:g}x", *known, *counts])
+        compared = [names.get(name, name) for name in (one["variant"], one["against"])]
+        table.append([*compared, f"{one['size']:g}x", *known, *counts])
     seed = confirmation["data_seed"]
     data = "" if seed is None else f", data.seed {seed}"
     lines = [
-        f"Confirmation on seeds that no race has used{data}: {' + '.join(confirmation['ideas'])}",
+        f"Confirmation on seeds that no race has used{data}:",
+        *(f"    {letter}: {idea}" for idea, letter in zip(ideas, ascii_uppercase, strict=False)),
         "",
         *aligned(table),
     ]

@@ -1,6 +1,7 @@
 """What confirm trains, compares and prints."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,10 @@ def test_stack_of_the_newest_race_is_confirmed(experiments):
     more = experiments.confirm(seeds=4)
     assert len(experiments.started()) == 6 and seeds(experiments) == [5003] and more["differences"][0]["runs"] == 4
     text = experiments.confirm(seeds=4, json=False)
-    assert text.startswith("Confirmation on seeds that no race has used: ") and f"all without {B}" in text
+    assert text.startswith(f"Confirmation on seeds that no race has used:\n    A: {A}\n    B: {B}\n    C: {C}\n"), text
+    compared = [tuple(re.split("  +", line)[:2]) for line in text.splitlines()[6:]]
+    pairs = [("A + B + C", "baseline"), ("A", "baseline"), ("A + B", "A"), ("A + B + C", "A + B")]
+    assert compared == [*pairs, ("A + B + C", "all without A"), ("A + B + C", "all without B")], text
     assert len(list(experiments.folder().glob("confirmations/*.json"))) == 1
     again = experiments.race(C, A, B)
     assert again["stack"] == [A, B, C] and not experiments.started(), "reserved seeds are in no race"
