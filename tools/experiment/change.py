@@ -60,6 +60,12 @@ class Idea:
         return sha256(content.encode(errors="surrogateescape")).hexdigest()[:8]
 
     @property
+    def code_name(self) -> str:
+        """Name of its code: a branch, the file name of a patch, or `.`; "" if only settings change."""
+        code = split_words(self.text)[0] if self.diff else ""
+        return Path(code).name if code.endswith(PATCH_SUFFIXES) else code
+
+    @property
     def setting_names(self) -> set[str]:
         """Names of the settings that it sets."""
         return {word[2:].partition("=")[0] for word in self.settings if word.startswith("--")}

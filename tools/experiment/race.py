@@ -196,7 +196,7 @@ class Race:
             try:
                 idea = parse_idea(text)
             except ConfigError as error:
-                print(f"ignored: {error}", file=sys.stderr)
+                print(f"ignored: {text}: {error}", file=sys.stderr)
             else:
                 self.texts[version] = self.record.ideas.setdefault(idea.key, idea).key
         seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
@@ -300,14 +300,21 @@ class Race:
                 return
 
     def say_if_too_short(self, findings: Sequence[Finding]) -> None:
-        """Print what a verdict needs, if the minutes of this command sufficed for no estimate."""
-        is_unmeasured = all(math.isnan(found.effect) and not found.is_settled for found in findings)
-        if self.config.minutes and self.runs.durations and is_unmeasured:
-            needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
+        """Print what a verdict needs, if the runs or the minutes sufficed for no estimate."""
+        if not all(math.isnan(found.effect) and not found.is_settled for found in findings):
+            return
+        needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
+        if self.config.runs and self.num_runs() >= self.config.runs:
+            print(
+                f"runs: {self.config.runs} are too few for an estimate; `better` needs at least {needed}. Run the same "
+                "command with more --runs to resume.",
+                file=sys.stderr,
+            )
+        elif self.config.minutes and self.runs.durations:
             seconds = sum(self.runs.durations) / len(self.runs.durations)
             print(
                 f"minutes: {self.config.minutes:g} were enough for {len(self.runs.durations)} runs, which took "
-                f"{seconds:.0f} s each; `better` needs at least {needed}. The same command goes on from here.",
+                f"{seconds:.0f} s each; `better` needs at least {needed}. Run the same command again to resume.",
                 file=sys.stderr,
             )
 
@@ -367,14 +374,16 @@ class Race:
         if len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results):
             raise RunError(f"the baseline does not train: {results[0].failure}")
 
+    def num_runs(self) -> int:
+        """Return how many runs of the race have ended or are pending."""
+        return len(self.runs.pending) + sum(len(runs_of(self.runs.results, one)) for one in self.record.digests)
+
     def is_budget_spent(self) -> bool:
         """Return whether no further run may start."""
-        trained = len(self.runs.pending)
-        trained += sum(len(runs_of(self.runs.results, digest)) for digest in self.record.digests)
         limit: float = self.config.runs or math.inf
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS
-        if trained >= limit:
+        if self.num_runs() >= limit:
             return True
         elapsed = time.monotonic() - self.start_time
         return bool(self.config.minutes) and elapsed + max(self.runs.durations, default=0) > 60 * self.config.minutes

@@ -272,7 +272,7 @@ class Runs:
         changed = {name: value for name, value in variant.given.items() if of_all_runs.get(name, "") != value}
         changes = [f"--{name} {format_value(value)}" for name, value in changed.items()]
         if variant.changes_code:
-            changes.insert(0, f"code {variant.code_hash[:8]}")
+            changes.insert(0, variant.code_name)
         return f"{' '.join(changes) or 'baseline'}, seed {seed}"
 
     def _print_progress(self) -> None:

@@ -84,6 +84,8 @@ class Variant:
     """Checks of verify.py that its model fails."""
     validation_rows: int | None = None
     """Of a text corpus: all sequences of its validation split."""
+    code_name: str = ""
+    """Names of the ideas that change the code, for messages."""
 
     def changed(self, settings: dict[str, Any]) -> "Variant":
         """Return the variant with other values of settings."""
@@ -158,7 +160,11 @@ class Recipe:
             for resolved in pool.map(self._resolve, requests, requests.values()):
                 found = [resolved.get(index, variant) for index, variant in enumerate(found)]
         assert all(variant is not None for variant in found), "each has a result"
-        return found  # pyright: ignore[reportReturnType]
+        names = [" + ".join(filter(None, (idea.code_name for idea in stack))) for stack in stacks]
+        return [
+            replace(variant, code_name=name) if isinstance(variant, Variant) else variant
+            for variant, name in zip(found, names, strict=True)
+        ]  # pyright: ignore[reportReturnType]
 
     def variant(self, ideas: Sequence[Idea] = ()) -> Variant:
         """Return the variant with ideas; raise the errors of `variants`."""

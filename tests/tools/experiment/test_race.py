@@ -223,6 +223,8 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     assert "minutes:" not in experiments.errors
     experiments.race(A, "--steps", "90", minutes=3, jobs=1)
     assert "minutes: 3 were enough for 3 runs, which took 60 s each; `better` needs at least" in experiments.errors
+    experiments.race(A, "--steps", "80", runs=4)
+    assert "runs: 4 are too few for an estimate; `better` needs at least 6." in experiments.errors
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
@@ -264,7 +266,7 @@ def test_ideas_join_a_running_race(experiments):
         opened.write("--model.effect_c 0.9\n'\n")
     result = experiments.race(str(file))
     assert result["stack"] == [A, B, "--model.effect_c 0.9"], "it races on top of what was found"
-    assert experiments.errors.count('ignored: idea: "\'" cannot be parsed') == 1
+    assert experiments.errors.count("ignored: ': idea: \"'\" cannot be parsed") == 1
 
 
 def test_second_command_in_a_folder_is_refused(experiments):
@@ -302,6 +304,9 @@ def test_patches_are_merged_and_the_stack_is_written(experiments, patches, tmp_p
     one, three = patches.effect("one", 1, 0.7), patches.effect("three", 3, 0.9)
     result = experiments.race(str(patches.folder), B)
     assert result["stack"] == [one, B, three]
+    settings = "--model.effect_one 0.7 --model.effect_b 0.8 --model.effect_three 0.9"
+    assert "] one.patch --model.effect_one 0.7, seed 1: loss" in experiments.errors
+    assert f"] one.patch + three.patch {settings}, seed 1: loss" in experiments.errors
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", experiments.root, clone], check=True)
     subprocess.run(["git", "apply", result["stack_patch"]], cwd=clone, check=True)
@@ -399,6 +404,7 @@ def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
     for _ in range(2):
         assert by_idea(experiments.race(str(patches.folder))) == {shlex.quote(good): "better"}
     assert experiments.errors.count("ignored: ") == 2
+    assert f"ignored: {patches.folder / 'stale.patch'}: git apply fails" in experiments.errors
     Path(good).unlink()
     shutil.rmtree(experiments.folder())
     assert experiments.race(str(patches.folder), error=ConfigError).startswith(f"idea: none in {patches.folder}; write")
