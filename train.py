@@ -214,7 +214,7 @@ def train(
             # None. If updates may be skipped, train_step has waited already, and `read` returns this step's result.
             result = state.results.read(wait=log_now or eval_now or save_now)
 
-            # Has a process asked to stop? The all-reduce of a step carries the flags of all processes, so all of them
+            # Has a process asked to stop? The results of a step contain the flags of all processes, so all of them
             # see a flag in the same step. A stop saves a checkpoint of this step. If the flag is in the result of the
             # previous step, `read` therefore waits for the result of this step too, and raises if it is not finite.
             if result is not None and result.stop:
@@ -321,7 +321,7 @@ def train_step(
             state.reducer.add_micro_batch(num_micro_batches=len(micro_batches))
 
     # Send the losses and metrics to all processes while the gradients are clipped.
-    results.start_all_reduce(step + 1, outputs, num_targets, stop=stop)
+    results.start_gather(step + 1, outputs, num_targets, stop=stop)
 
     # Set the gradients of parameters that no micro-batch used, such as idle experts, to zero, as DDP and the reducers
     # do. The optimizer would skip a parameter without a gradient. Then undo the scale of fp16.

@@ -1,16 +1,16 @@
 """The results of each step (loss, auxiliary metrics, gradient norm), gathered from all processes and read a step later.
 
 The host waits for the device when it reads a value. So the training loop does not read the result of a step until the
-device computes the next step. One all-reduce gathers all values of a step, because every all-reduce has a latency.
+device computes the next step. One all-gather sends all values of a step, because every collective has a latency.
 `register_names` is called once, before the first step. In each step, `train_step` and then the loop call:
 
-1. `start_all_reduce` after the last backward. The all-reduce overlaps the clipping of the gradients.
-2. `add_grad_norm` after the clipping. It waits for the all-reduce and starts the copy to the host.
+1. `start_gather` after the last backward. The all-gather overlaps the clipping of the gradients.
+2. `add_grad_norm` after the clipping. It waits for the all-gather and starts the copy to the host.
 3. `read`, which returns the result of the previous step. With `wait`, it waits for the result of the current step. The
    loop waits only before a log line, an evaluation or a checkpoint. If updates may be skipped, `train_step` has waited
    already, before every update.
 
-The all-reduce also carries the stop flag: a process that received a signal, or whose checkpoint could not be written
+The all-gather also sends the stop flag: a process that received a signal, or whose checkpoint could not be written
 (unless `checkpoint.on_failure` is continue), sets it, and all processes then stop after the same step.
 """
 
@@ -44,7 +44,7 @@ RESERVED_NAMES = {
 }
 
 # The columns of `_Pending.rows`, which has one row for each process. NUM_TARGETS and GRAD_NORM are the same on all
-# processes, so only row 0 has them. The columns from MICRO_BATCHES on belong to the local micro-batches, one after
+# processes and are read from row 0. The columns from MICRO_BATCHES on belong to the local micro-batches, one after
 # another. Each micro-batch has its loss, and then the sum and the count of each auxiliary metric.
 NUM_TARGETS, GRAD_NORM, STOP, MICRO_BATCHES = range(4)
 
@@ -111,7 +111,7 @@ class _Pending:
     completed_steps: int
     rows: Tensor
     """[processes, columns], dtype `sum_dtype`; see NUM_TARGETS for the columns."""
-    all_reduce: dist.Work | None
+    all_gather: dist.Work | None
     copied: torch.Event | None = None
     """Recorded after the copy to the host, if that is asynchronous."""
 
@@ -136,7 +136,7 @@ class Results:
         Args:
             rank: the data-parallel rank of this process.
             num_processes: the number of data-parallel processes.
-            device: the device of the model and of the all-reduce.
+            device: the device of the model and of the all-gather.
             max_skipped_in_a_row: the largest number of consecutive updates that `train_step` may skip because the loss
                 or the gradient is infinite or NaN. With 0, the first such step raises NonFiniteError.
             run_directory: shown in the replay command of NonFiniteError.
@@ -166,10 +166,10 @@ class Results:
             )
 
     @torch.no_grad()
-    def start_all_reduce(
+    def start_gather(
         self, completed_steps: int, outputs: Sequence[tuple[Tensor, MetricSums]], num_targets: Tensor, stop: bool
     ) -> None:
-        """Start the all-reduce of a step's losses and metrics.
+        """Start to gather the losses and metrics of a step from all processes.
 
         Args:
             completed_steps: the number of steps including this one.
@@ -189,24 +189,25 @@ class Results:
                 raise RunError(f"the model reported {names}; names and order must not change")
             values += [loss, *(value for pair in auxiliary.values() for value in pair)]
 
-        # Each process fills only its own row. The sum over processes then adds zeros, so it gathers the rows without
-        # rounding. The host adds the micro-batches, with the same result on any number of processes (fsum_or_nan).
-        shape = self.num_processes, MICRO_BATCHES + len(values)
-        rows = torch.zeros(shape, dtype=sum_dtype(self.device), device=self.device)  # [processes, columns]
-        if self.rank == 0:
-            rows[0, NUM_TARGETS].fill_(num_targets)
-        rows[self.rank, STOP].fill_(stop)
-        fill_slots(rows[self.rank, MICRO_BATCHES:], values)
+        row = torch.zeros(MICRO_BATCHES + len(values), dtype=sum_dtype(self.device), device=self.device)
+        row[NUM_TARGETS].fill_(num_targets)
+        row[STOP].fill_(stop)
+        fill_slots(row[MICRO_BATCHES:], values)
 
-        all_reduce = dist.all_reduce(rows, async_op=True) if self.num_processes > 1 else None
-        self._pending.append(_Pending(completed_steps, rows, all_reduce))
+        # Gather the rows instead of adding them on the device: the host adds the micro-batches, with the same result on
+        # any number of processes (fsum_or_nan).
+        rows, all_gather = row[None], None  # [processes, columns]
+        if self.num_processes > 1:
+            rows = row.new_empty(self.num_processes, len(row))
+            all_gather = dist.all_gather(list(rows), row, async_op=True)
+        self._pending.append(_Pending(completed_steps, rows, all_gather))
 
     @torch.no_grad()
     def add_grad_norm(self, grad_norm: Tensor) -> None:
         """Add the gradient norm, 0-dim, to the results of the step, and start their copy to the host."""
         pending = self._pending[-1]
-        if pending.all_reduce is not None:
-            pending.all_reduce.wait()  # with NCCL only the CUDA stream waits, with gloo the host
+        if pending.all_gather is not None:
+            pending.all_gather.wait()  # with NCCL only the CUDA stream waits, with gloo the host
         pending.rows[0, GRAD_NORM].fill_(grad_norm)
 
         # The copy from a GPU is asynchronous, into pinned memory; the event tells `read` that it is complete.

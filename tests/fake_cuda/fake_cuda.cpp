@@ -535,7 +535,7 @@ using Tensors = std::vector<Tensor>;
 
 struct FakeWork : Work {  // of gloo, with a future that holds CUDA tensors
   WorkPtr inner;
-  Tensors kept, outputs;
+  Tensors kept, outputs;  // like NCCL, an asynchronous collective keeps its inputs until it is complete
   c10::intrusive_ptr<c10::ivalue::Future> future;
   FakeWork(WorkPtr inner, Tensors kept, Tensors outputs)
       : inner(std::move(inner)), kept(std::move(kept)), outputs(std::move(outputs)) {
@@ -611,12 +611,12 @@ struct FakeNCCL : Backend {
     report_collective("all_gather", inputs);
     std::vector<Tensors> to{cpu(outputs.at(0))};
     auto from = cpu(inputs);
-    return work(gloo->allgather(to, from, options), joined(to[0], from), outputs[0]);
+    return work(gloo->allgather(to, from, options), joined(joined(to[0], from), inputs), outputs[0]);
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const AllgatherOptions& options) override {
     report_collective("all_gather", {input});
     auto to = cpu(output).flatten(), from = cpu(input).flatten();
-    return work(gloo->_allgather_base(to, from, options), {to, from}, {output});
+    return work(gloo->_allgather_base(to, from, options), {to, from, input}, {output});
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const AllgatherOptions& options) override {
     report_collective("all_gather", inputs);

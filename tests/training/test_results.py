@@ -18,12 +18,17 @@ def send(results, *outputs, num_targets=12, grad_norm=1.0, stop=False, step=1):
     """Send a step whose micro-batches have these losses, or pairs of a loss and auxiliary metrics."""
     outputs = [output if isinstance(output, tuple) else (output, {}) for output in outputs]
     outputs = [(torch.tensor(loss), auxiliary) for loss, auxiliary in outputs]
-    results.start_all_reduce(step, outputs, torch.tensor(num_targets), stop)
+    results.start_gather(step, outputs, torch.tensor(num_targets), stop)
     results.add_grad_norm(torch.tensor(grad_norm))
 
 
 def test_nan_loss_names_process_and_replay(monkeypatch):
-    monkeypatch.setattr("training.results.dist.all_reduce", lambda sent, async_op: SimpleNamespace(wait=lambda: None))
+    def all_gather(rows, row, async_op):
+        rows[0].zero_()
+        rows[1].copy_(row)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("training.results.dist.all_gather", all_gather)
     results = Results(1, 2, CPU, run_directory=Path("my runs/a"))
     send(results, 1.0, math.nan, grad_norm=math.nan, step=3)
     with pytest.raises(
@@ -113,7 +118,7 @@ def test_changed_or_reserved_names_are_refused(monkeypatch):
     monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, *mine])
     results.register_names({"z_loss": (0, 0)})
     with pytest.raises(RunError, match=r"\['z_loss'\] at first and \['balance'\] now"):
-        results.start_all_reduce(1, [(torch.tensor(1.0), {"balance": (0, 0)})], torch.tensor(12), False)
+        results.start_gather(1, [(torch.tensor(1.0), {"balance": (0, 0)})], torch.tensor(12), False)
     with pytest.raises(RunError, match="reports grad_norm"):
         results.register_names({"grad_norm": (0, 0)})
     monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, ["balance"]])
