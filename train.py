@@ -1,10 +1,10 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 A run is a function of its config, which contains the seed, of its data, of its launch (device, mixed precision, number
-of processes) and of what computes it: the code, the version of torch, the processor and the number of threads. A GPU is
-the exception: without `exact`, some of its kernels add in another order each time. With `exact`, in fp32 and uncompiled
-on x86-64 CPUs with AVX2, a run is the same on any processor, with any number of threads and on any number of processes
-that is a power of two and divides the number of micro-batches in a global batch.
+of processes, sharding) and of what computes it: the code, the version of torch, the processor and the number of
+threads. A GPU is the exception: without `exact`, some of its kernels add in another order each time. With `exact`, in
+fp32 and uncompiled on x86-64 CPUs with AVX2, a run is the same on any processor, with any number of threads and on any
+number of processes that is a power of two and divides the number of micro-batches in a global batch.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
 is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
@@ -122,8 +122,8 @@ def train(
     rank, num_processes, device = accelerator.process_index, accelerator.num_processes, accelerator.device
 
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
-    # trial in a child process decides whether the steps use one; the summary below prints what it found. In `state`,
-    # `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
+    # trial in a child process decides whether the steps use one; a signal ends it early. The summary below prints what
+    # it found. In `state`, `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
     build = partial(build_for_trial, config, start.step)
     use_graph, trial = choose_graph(config, accelerator, start.step, build, stop_signal.requested)
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
@@ -160,7 +160,7 @@ def train(
     )
 
     # Before a checkpoint counts as complete, the saver calls `sync_metrics`, which brings the logged rows to the disk;
-    # after that it calls `record_progress`, which writes the step to status.json.
+    # after that it calls `record_progress`, which writes the step to status.json. Checkpoints record `has_tokenizer`.
     with (
         Reporter(config, run, start.step, accelerator, throughput) as reporter,
         Saver(
@@ -178,7 +178,7 @@ def train(
         # One forward and backward without an update fixes the order of DDP's buckets and, with `compile`, compiles.
         warm_up(state, loader.load(start.step)[0])
 
-        # A run that starts at step 0 evaluates its initial model, unless it evaluates never or only at the end.
+        # A run that starts at step 0 evaluates its initial model, unless it never evaluates, or only at the end.
         if start.step == 0 and 0 < config.evaluation.every < config.steps:
             digest = state_digest(state.network, state.optimizer)
             initial = evaluate(state.model, corpus, config.evaluation.micro_batch_size, accelerator)
@@ -418,7 +418,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 
     # With 0, the first loss or gradient that is not finite raises.
     max_skipped_in_a_row = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
-    results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)
+    results = Results(rank, num_processes, device, max_skipped_in_a_row, run.path)  # its error names run.path
     state = TrainState(config, accelerator, network, model, optimizer, results, reducer)
     if config.cuda_graph:
         state.graph = GraphedMicroBatch(partial(forward_backward, state), network)

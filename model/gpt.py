@@ -218,8 +218,8 @@ class GPTModel(GenerativeModel):
         predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
             fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
             position is its own label, and whatever needs next-token predictions is left out or refused. Left out are
-            perplexity, excess loss, bits per byte, the corpus's `score_logits`, the texts that are sampled during
-            training, and verify.py's checks of the KV cache, of the masks and against transformers. Refused are
+            perplexity, entropy, excess loss, bits per byte, the corpus's `score_logits`, the texts that are sampled
+            during training, and verify.py's checks of the KV cache, of the masks and against transformers. Refused are
             `stream` and `generate` of the model, export.py, `tracking.log_model`, a teacher from transformers, and
             tools.experiment.
 
@@ -325,9 +325,9 @@ class GPTModel(GenerativeModel):
                 `labels`, none with them, because with a large vocabulary logits are by far the largest tensor of a
                 training step.
             position_ids: int64 [B, T], restarting from 0 at each document: a text or a conversation. Attention stays
-                within a document, but the last token of a document predicts the first token of the next. For texts
-                that token is end-of-text, so the model learns where a text ends. The first token of a conversation is
-                not a target. Not supported together with `attention_mask`.
+                within a document, but the last token of a document predicts the first token of the next. A text
+                begins with an end-of-text token, so the model learns where the text before it ends. The first token of
+                a conversation is not a target. Not supported together with `attention_mask`.
             cache: one KVCache per block with the keys and values of the positions before `input_ids`; those of
                 `input_ids` are appended. Not supported together with `attention_mask` or `position_ids`, nor with
                 `labels` if there is a teacher.
@@ -347,8 +347,9 @@ class GPTModel(GenerativeModel):
         if seq_len > limit:
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
-        # Build the attention masks, keyed by window: layers with the same window share a mask. Flex attention takes
-        # masks of its own kind. It is used on CUDA only, without dropout and with heads that are not too narrow.
+        # Build the attention masks, keyed by window: layers with the same window share a mask. Plain causal attention
+        # needs none. Flex attention takes masks of another kind; it runs on CUDA only, and supports neither dropout nor
+        # narrow heads.
         head_dim = self.config.resolved_head_dim
         # All modules have the same dropout, which a schedule may change.
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
