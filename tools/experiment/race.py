@@ -87,6 +87,7 @@ def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
 
     Of a text corpus, half of the validation sequences are withheld from all runs, for the evaluator.
     """
+    print("checking the baseline and the ideas ...", file=sys.stderr)  # which imports torch, so it takes seconds
     baseline = recipe.variant()
     if baseline.settings["data.source"] == "text" and not baseline.settings["evaluation.every"]:
         raise ConfigError("evaluation.every: 0 reads no validation data, of which half are the test data; raise it")
