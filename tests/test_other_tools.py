@@ -164,7 +164,7 @@ import sys, torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_pretrained("exports/english")
+model = AutoModelForCausalLM.from_pretrained("exports/text")
 model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
 for name, weight in model.named_parameters():
     if "lora_B" in name:
@@ -177,7 +177,7 @@ model.save_pretrained("adapter")
 
 def test_peft_adapter_is_merged_as_documented(folder, environment_with):
     programs = environment_with("peft")
-    shutil.copytree(folder / "exports" / "qwen3", folder / "exports" / "english")
+    shutil.copytree(folder / "exports" / "qwen3", folder / "exports" / "text")
 
     def run(code):
         done = subprocess.run([programs / "python", "-c", code], cwd=folder, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from tests.support.story_endings import QUESTIONS, make_questions
 TEXT = "To be, or not to be? That is the question.\n" * 200
 
 
-USING, EVALUATION = (commands((ROOT / "docs" / page).read_text()) for page in ("using.md", "evaluation.md"))
+DATA, USING, EVALUATION = (commands((ROOT / f"docs/{page}.md").read_text()) for page in ("data", "using", "evaluation"))
 assert len(USING) >= 7 and len(EVALUATION) >= 6
 # What the pages print must train as printed, so nothing here may change the data or the model.
 SHORT = "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps null --global_batch_size 2 --micro_batch_size 2"
@@ -32,11 +32,11 @@ def folder(tmp_path_factory):
     (folder / "input.txt").write_text(TEXT)
     pairs = [{"prompt": f"{i}?", "response": f"It is {i}."} for i in range(40)]
     (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    prepare = "--source input.txt --tokenizer byte --out corpora/mine --validation tail:0.3 --num_workers 1"
-    python(f"python -m data.prepare {prepare}", folder)
+    prepare, text, _, export = DATA[:4]  # using.md names exports/text
+    python(f"{prepare} --num_workers 1", folder)
+    python(f"{text} {SHORT}", folder)
+    python(export, folder)
     train(*TINY_STORIES, "--steps", "4", "--checkpoint.every", 2, "--out_dir", folder / "runs", "--name", "stories")
-    text = f"--steps 4 --data.source text --data.path {folder}/corpora/mine --data.num_samples 1000"
-    train(*TINY_STORIES, *text.split(), "--out_dir", folder / "runs", "--name", "mine")
     return folder
 
 
