@@ -24,6 +24,9 @@ export TORCHELASTIC_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE
 # Seconds that it then waits for the last step and the checkpoint before it kills the processes; by default 30.
 export PET_SHUTDOWN_TIMEOUT=150
 
+# srun of Slurm 22.05 and later does not inherit sbatch's --cpus-per-task.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 status_written() { stat -c %y "$RUN/status.json" 2>/dev/null; }
 before=$(status_written)
 
@@ -33,7 +36,8 @@ srun bash -c 'exec accelerate launch --config_file accelerate_configs/multi_node
     train.py "$@"' bash "$@"
 
 if [ "$(status_written)" = "$before" ]; then
-    echo "$RUN was not started: see the message above" >&2
+    echo "No process wrote $RUN/status.json. Either train.py refused to start (its message is above)," \
+        "or RUN is not out_dir/name of the run; then set RUN and submit the job again" >&2
     exit 1
 fi
 case $(grep -o '"state": "[a-z]*"' "$RUN/status.json") in

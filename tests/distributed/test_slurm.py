@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import ROOT
 
 SRUN = """#!/bin/bash
+echo "$SRUN_CPUS_PER_TASK" > cpus_per_task
 for SLURM_NODEID in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$SLURM_NODEID "$@"; done
 """
 SCONTROL = """#!/bin/bash
@@ -55,6 +56,7 @@ def test_preempted_job_is_requeued(before, left, exit_code, requeued, tmp_path):
         "SLURM_JOB_ID": "123456",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "32",
         "SLURM_JOB_NODELIST": "node-[a-b]",
     }
     environment = {**os.environ, **slurm, "PATH": f"{commands}:{os.environ['PATH']}", "RUN": str(run)}
@@ -64,6 +66,8 @@ def test_preempted_job_is_requeued(before, left, exit_code, requeued, tmp_path):
     done = subprocess.run(["bash", script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == exit_code, done.stderr
     assert (tmp_path / "requeued").exists() == requeued
+    assert (tmp_path / "cpus_per_task").read_text() == "32\n"
+    assert ("RUN is not out_dir/name of the run" in done.stderr) == (not left)
     launched = (tmp_path / "launched").read_text().splitlines()
     for node, line in enumerate(launched):
         for words in (f"--machine_rank|{node}|", "--num_machines|2|", "--num_processes|8|", "--main_process_ip|node-a|",
