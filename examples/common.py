@@ -65,6 +65,8 @@ def exit_on_ctrl_c() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SignalException):
+        for rank in mp.active_children():  # it may still wait for another rank, and Python would wait for it
+            rank.kill()
         sys.exit(130)
 
 

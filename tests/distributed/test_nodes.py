@@ -77,9 +77,10 @@ def launch(nodes, *arguments, max_restarts=0):
     return launchers
 
 
-def wait_for_steps(run, steps, launchers):
+def wait_for_checkpoint(run, step, launchers):
+    """Wait for a checkpoint of this step or a later one."""
     deadline = time.monotonic() + 300
-    while not ((run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= steps):
+    while max((int(path.name[5:]) for path in run.glob("checkpoints/step-????????")), default=0) < step:
         assert all(launcher.poll() is None for launcher in launchers), [each.communicate()[0] for each in launchers]
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -92,7 +93,7 @@ def end(launchers):
 
 def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
     launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20)
-    wait_for_steps(runs / "run", 20, launchers)
+    wait_for_checkpoint(runs / "run", 20, launchers)
     ip("-n", nodes[0], "link", "set", "eth0", "down")
     exit_codes, outputs = end(launchers)
     assert exit_codes == [1, 1]
@@ -109,8 +110,8 @@ def test_cut_link_ends_all_then_run_resumes(nodes, uninterrupted, runs):
 
 def test_killed_process_restarts_both_nodes(nodes, uninterrupted, runs):
     launchers = launch(nodes, "--out_dir", runs, "--timeout_seconds", 20, max_restarts=2)
-    for killed, steps in [(1, 20), (0, 120)]:
-        wait_for_steps(runs / "run", steps, launchers)
+    for killed, step in [(1, 20), (0, 120)]:
+        wait_for_checkpoint(runs / "run", step, launchers)
         psutil.Process(launchers[killed].pid).children()[0].kill()
     exit_codes, outputs = end(launchers)
     assert exit_codes == [0, 0] and outputs[0].count("resumed at step") == 2, outputs
