@@ -2,9 +2,10 @@
 
 A run is a function of its config, which contains the seed, of its data, of its launch (device, mixed precision, number
 of processes, sharding) and of what computes it: the code, the version of torch, the processor and the number of
-threads. A GPU is the exception: without `exact`, some of its kernels add in another order each time. With `exact`, in
-fp32 and uncompiled on x86-64 CPUs with AVX2, a run is the same on any processor, with any number of threads and on any
-number of processes that is a power of two and divides the number of micro-batches in a global batch.
+threads. A GPU is the exception: without `exact`, some of its kernels add in another order each time. With `exact`, each
+process uses one CPU thread, and a run is the same on any number of processes that is a power of two and divides the
+number of micro-batches in a global batch. In fp32 and uncompiled, an exact run is also the same on every x86-64 CPU
+with AVX2.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
 is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
@@ -80,13 +81,13 @@ def main(config: TrainConfig) -> None:
         Preempted: a signal, the end of the launcher or `stop_after` stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
-    # On exit, write to status.json how the session ended: finished, preempted or failed. A session that fails before
-    # `open_run` has locked the run, or because the run has other settings, writes nothing.
+    # On exit, write to status.json how the session ended: finished, preempted or failed. A session writes nothing if it
+    # fails before `open_run` has locked the run, or because its settings are not those of the run.
     with record_outcome(run):
         # Before the process group exists, check what needs no communication: the launch, the tracker, the settings, and
-        # that the run directory can be written. `resolve` also loads the data and the models of `teacher.path` and, if
-        # the run has no checkpoint, of `init_from`. It fills in null settings that depend on them, on the launch or on
-        # the existing run.
+        # that the run directory can be written. `resolve` also loads the data and the models of `teacher.path` and
+        # `init_from`; the latter not if the run has a checkpoint and `init_from` is unchanged. It fills in null
+        # settings that depend on them, on the launch or on the existing run.
         check_launch(config)
         trackers.check(config)
         config, corpus, models = resolve(config, run)
@@ -160,7 +161,8 @@ def train(
     )
 
     # Before a checkpoint counts as complete, the saver calls `sync_metrics`, which brings the logged rows to the disk;
-    # after that it calls `record_progress`, which writes the step to status.json. Checkpoints record `has_tokenizer`.
+    # after that it calls `record_progress`, which writes the step to status.json. If the data have no tokenizer, each
+    # checkpoint records that, so that sample.py and other scripts do not look for one.
     with (
         Reporter(config, run, start.step, accelerator, throughput) as reporter,
         Saver(

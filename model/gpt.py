@@ -177,7 +177,8 @@ class Output(NamedTuple):
     """The results of GPTModel.forward.
 
     Attributes:
-        logits: [B, kept positions, V] in the dtype of the computation; None with labels, unless requested.
+        logits: [B, kept positions, V] in the dtype of the computation, but float32 from a model that Accelerate has
+            prepared; None with labels, unless requested.
         loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the divergence
             from the teacher if there is one, plus the auxiliary terms if there are any. None without labels.
         metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md).
@@ -212,22 +213,23 @@ class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Attributes:
-        teacher: provides the targets of distillation, in training and in evaluations, which log the divergence from it;
-            None without one. It is not saved: train.py attaches it again.
+        teacher: provides the targets of distillation, in training and in the evaluations of train.py, which log the
+            divergence from it; None without one. It is not saved: train.py attaches it again.
         windows: the window of sliding-window attention of each block; None: full attention.
         predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
             fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
             position is its own label, and whatever needs next-token predictions is left out or refused. Left out are
-            perplexity, entropy, excess loss, bits per byte, the corpus's `score_logits`, the texts that are sampled
-            during training, and verify.py's checks of the KV cache, of the masks and against transformers. Refused are
-            `stream` and `generate` of the model, export.py, `tracking.log_model`, a teacher from transformers, and
-            tools.experiment.
+            perplexity, entropy, excess loss, bits per byte and bytes, the corpus's `score_logits`, evaluate.py's loss
+            at each position, the texts that are sampled during training, and verify.py's checks of the KV cache, of the
+            masks and against transformers. Refused are `stream` and `generate` of the model, export.py,
+            `tracking.log_model`, a teacher from transformers, and tools.experiment.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
     """
 
-    # Accelerate's FSDP2 shards each of these as a unit, unless the launch file names others.
+    # With `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`, Accelerate's FSDP2 shards each of these as a unit, unless
+    # the launch file names others.
     _no_split_modules = ["Block"]
 
     predicts_next_token = True
@@ -348,8 +350,8 @@ class GPTModel(GenerativeModel):
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
         # Build the attention masks, keyed by window: layers with the same window share a mask. Plain causal attention
-        # needs none. Flex attention takes masks of another kind; it runs on CUDA only, and supports neither dropout nor
-        # narrow heads.
+        # needs none, except for several tokens after cached ones. Flex attention takes masks of another kind; it runs
+        # on CUDA only, and supports neither dropout nor narrow heads.
         head_dim = self.config.resolved_head_dim
         # All modules have the same dropout, which a schedule may change.
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)

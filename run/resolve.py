@@ -25,7 +25,7 @@ class PretrainedModels(NamedTuple):
     """The models that settings name."""
 
     initial: LoadedModel | None
-    """The model that `init_from` names; None if the setting is null, or if the run resumes from a checkpoint."""
+    """The model that `init_from` names; None if it is null, or if a run with the same `init_from` resumes."""
     teacher: LoadedModel | None
     """The model that `teacher.path` names; None if the setting is null."""
 

@@ -189,13 +189,14 @@ def main(config: TrialConfig) -> None:
         out_dir = Path(folder, "runs")
         arguments = [*TRIAL.split(), *config.settings, "--out_dir", str(out_dir)]
         uninterrupted, killed = out_dir / "uninterrupted", out_dir / "killed"
+        print("training without and with a kill ...", file=sys.stderr, flush=True)
         run_script("train.py", [*arguments, "--name", "uninterrupted"])
         train_and_kill([*arguments, "--name", "killed"], killed)
         run_script("train.py", [*arguments, "--name", "killed"])
         if Run(killed).sessions()[-1].step < 5:
             raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
         compare_rows(read_rows(uninterrupted), read_rows(killed))
-        print(json.dumps(read_rows(killed)[-1]))
+        print(f"resumed run: the same metrics as without the kill, at the end {json.dumps(read_rows(killed)[-1])}")
         shutil.rmtree(out_dir)  # verify.py makes runs of its own there
         print(run_script("verify.py", [*arguments, "--verify_steps", str(config.verify_steps)]))
     report_defaults(config.base)
