@@ -1,16 +1,17 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
-A run is a function of its config, which contains the seed, of its data, of its launch (device, mixed precision, number
-of processes, sharding) and of what computes it: the code, the version of torch, the processor and the number of
-threads. A GPU is the exception: without `exact`, some of its kernels add in another order each time. With `exact`, each
-process uses one CPU thread, and a run is the same on any number of processes that is a power of two and divides the
-number of micro-batches in a global batch. In fp32 and uncompiled, an exact run is also the same on every x86-64 CPU
-with AVX2.
+A run is a function of its config, which contains the seed, of its data, of the models and the checkpoint that the
+config names (`init_from`, `teacher.path`, `branch_from`), of its launch (device, mixed precision, number of processes,
+sharding) and of what computes it: the code, the version of torch, the processor and the number of threads. A GPU is the
+exception: without `exact`, some of its kernels add in another order each time. With `exact`, each process uses one CPU
+thread, and a run is the same on any number of processes that is a power of two and divides the number of micro-batches
+in a global batch. In fp32 and uncompiled, an exact run is also the same on every x86-64 CPU with AVX2.
 
 The state of a run is the weights and buffers of the model, the optimizer's state (with the EMA of the weights, if there
-is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens, which a
-branch (`branch_from`, a checkpoint of another run) continues from its parent. Everything else is computed from the
-config, s and the counters: the learning rate, the global batch, the random draws and, in fp16, the loss scale.
+is one), the step s, two counters of skipped updates (in total and in a row), and the number of training tokens. In a
+branch, which continues a checkpoint of another run (`branch_from`), the tokens do not follow from s, because the global
+batches of that run may have had other sizes. Everything else is computed from the config, s and the counters: the
+learning rate, the global batch, the random draws and, in fp16, the loss scale.
 """
 
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
@@ -86,8 +87,8 @@ def main(config: TrainConfig) -> None:
     with record_outcome(run):
         # Before the process group exists, check what needs no communication: the launch, the tracker, the settings, and
         # that the run directory can be written. `resolve` also loads the data and the models of `teacher.path` and
-        # `init_from`; the latter not if the run has a checkpoint and `init_from` is unchanged. It fills in null
-        # settings that depend on them, on the launch or on the existing run.
+        # `init_from`. If the run has a checkpoint, it loads the latter only if `init_from` was changed, to compare its
+        # hash. It fills in null settings that depend on them, on the launch or on the existing run.
         check_launch(config)
         trackers.check(config)
         config, corpus, models = resolve(config, run)
@@ -124,7 +125,9 @@ def train(
 
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
     # trial in a child process decides whether the steps use one; a signal ends it early. The summary below prints what
-    # it found. In `state`, `network` is the GPTModel, and `model` is what Accelerate made of it, such as DDP.
+    # it found. Only `state.config` contains the decision: `config`, which checkpoints store, keeps null, and each
+    # session decides anew. In `state`, `network` is the GPTModel, and `model` is what Accelerate made of it, such as
+    # DDP.
     build = partial(build_for_trial, config, start.step)
     use_graph, trial = choose_graph(config, accelerator, start.step, build, stop_signal.requested)
     state = build_state(config.replace(cuda_graph=use_graph), run, accelerator, models)
@@ -133,8 +136,8 @@ def train(
         state.graph.is_optional = config.cuda_graph is None
     if start.checkpoint:
         load_checkpoint(start.checkpoint, state)
-    # With `tracking.block_stats`, measure the norms of the weights, gradient and update of each block, and the root
-    # mean square of its output. Hooks of the optimizer measure the norms, and hooks of the blocks the outputs.
+    # With `tracking.block_stats`, measure the norms of the weights, clipped gradient and update of each block, and the
+    # root mean square of its output. Hooks of the optimizer measure the norms, and hooks of the blocks the outputs.
     block_statistics = BlockStatistics(state.network.blocks if config.tracking.block_stats else [], state.optimizer)
 
     # Prepare to load the data. Global batch s is a function of (config, s), so there is no position to restore.

@@ -73,9 +73,10 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List settings that the source does not use, and a missing corpus.
+        """List path, mix, hash, packing and facts if the source does not use them, and a missing corpus.
 
-        The sources are named one by one, so that a source that a fork adds may use any setting.
+        Other settings that it does not use, such as num_samples with text, are ignored. The sources are named one by
+        one, so that a source that a fork adds may use any setting.
         """
         unused = {}
         if self.source in ("random", "stories"):
@@ -156,7 +157,8 @@ class ScheduleConfig(Settings):
 
     decay_steps: PositiveInt | None = None
     """Number of steps at the end of the run over which the learning rate decays. null: all steps after the warm-up
-    with linear and cosine, the last fifth of the run with wsd. It has no effect with constant."""
+    with linear and cosine, the last fifth of the run with wsd. With constant nothing decays, but warmup_steps +
+    decay_steps must not exceed steps there either."""
 
     min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
     """Learning rate that the decay approaches, as a fraction of the peak."""
@@ -177,7 +179,8 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints. The last step is always saved."""
 
     keep: PositiveInt = 2
-    """Number of newest checkpoints to keep. The one with the best loss on each validation set is kept too."""
+    """Number of newest checkpoints to keep. The one with the best validation loss is kept too; if
+    evaluation.num_samples was changed between sessions, one for each of its values."""
 
     keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are never deleted; a multiple of `every`. 0: none."""
@@ -187,8 +190,9 @@ class CheckpointConfig(Settings):
 
     on_failure: Literal["stop", "continue"] = "stop"
     """Action when a checkpoint cannot be written, as on a full disk. stop: stop the run. continue: train on without it,
-    and try again when the next checkpoint is due. If the last checkpoint of a run cannot be written, the run ends with
-    an error in both cases, as it does if writing takes longer than timeout_seconds."""
+    and try again when the next checkpoint is due. If the checkpoint at the last step, at stop_after or after a signal
+    cannot be written, the run ends with an error in both cases, as it does if writing takes longer than
+    timeout_seconds."""
 
 
 class EvaluationConfig(Settings):
@@ -206,7 +210,8 @@ class EvaluationConfig(Settings):
 
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
     """Decay of an exponential moving average (EMA) of the weights, such as 0.999; it is lower in the first steps.
-    Evaluations, sample.py and export.py then use the EMA in place of the weights. null: no EMA."""
+    Evaluations, sample.py, evaluate.py, export.py, init_from and teacher.path then use the EMA in place of the weights.
+    null: no EMA."""
 
     num_scored_generations: Annotated[int, Ge(0), Le(100_000)] = 200
     """source stories: number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
@@ -241,14 +246,16 @@ class TrackingConfig(Settings):
     """The run's tags in W&B, such as [baseline, wide]."""
 
     log_model: bool = False
-    """Export the model (export.py) into the run directory at the end, and log it as a W&B artifact of type model."""
+    """Export the model (export.py) into the run directory at the end, and log it as a W&B artifact of type model. With
+    wandb: disabled, neither is done."""
 
     log_every: PositiveInt = 10
     """Steps between log lines."""
 
     block_stats: bool = False
-    """Log statistics of every block as layers/NAME/BLOCK: the norms of its weights and gradients, the RMS of its
-    activations, and the ratio of update norm to weight norm. `tools.plot` draws them over steps and depth."""
+    """Log statistics of every block as layers/NAME/BLOCK: the norms of its weights and of its gradient (after clipping,
+    unlike train/grad_norm), the RMS of its activations, and the ratio of update norm to weight norm. `tools.plot` draws
+    them over steps and depth."""
 
     def problems(self) -> list[str]:
         """List settings of W&B that are given for another tracker."""
@@ -293,7 +300,7 @@ class TrainConfig(Settings):
 
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest valid checkpoint of this run, if there is one. never: start a new run; the
-    directory of an existing run is renamed first."""
+    directory of an existing run is renamed first. (Processes that the launcher restarts resume nevertheless.)"""
 
     branch_from: str | None = None
     """Path of a checkpoint of another run. A new run starts from its weights, optimizer state and step. null: start at
@@ -340,8 +347,8 @@ class TrainConfig(Settings):
     has at most 1 GiB of logits on an NVIDIA GPU and 32 MiB elsewhere, or 128 positions if these take more."""
 
     stop_after: PositiveInt | None = None
-    """Save and stop after this step, with exit code 75. Run the same command again to resume up to `steps`: a run that
-    has already completed this step ignores the setting. null: train to the end."""
+    """Save and stop after this step, with exit code 75 (0 if it is the last step). Run the same command again to resume
+    up to `steps`: a run that has already completed this step ignores the setting. null: train to the end."""
 
     profile: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step to profile, counted from 1 as in the log, such as [20, 22]. Every process writes a Chrome

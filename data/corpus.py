@@ -42,8 +42,8 @@ class Corpus:
     - `entropy_nats`: the negative log-probability of all targets under the distribution that generated them, which no
       model can beat on average.
     - `num_bytes`: the size of the text of the targets, for bits per byte.
-    - `num_targets`: the number of targets for which both hold. An evaluation that counts another number, as after a
-      change of the labels, ignores both.
+    - `num_targets`: the number of targets that the other two attributes cover. An evaluation that counts another
+      number, as after a change of the labels, ignores those two.
     """
     tokenizer: Tokenizer | None
     """None for random tokens."""
