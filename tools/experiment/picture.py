@@ -1,5 +1,6 @@
 """The picture of a race: the effect of each idea with its interval, round after round, and its costs beside it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ def draw(race: dict[str, Any], path: Path) -> None:
     """Write the picture of a race, given as the object of `--json`, in the format of the path's suffix."""
     # A row is an idea, or the heading of a round.
     rows: list[dict[str, Any] | str] = []
-    unit = " nats/token" if race["compared"] in ("excess loss", "loss") else ""
     for entry in race["rounds"]:
         ideas = [idea for idea in entry["ideas"] if idea["verdict"] is not None]
-        loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f}{unit})"
+        loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f}{unit_of(race)})"
         rows.append(f"round {entry['round']}, on {'the baseline' if not entry['stack'] else 'the best so far'}{loss}")
         measured = [idea for idea in ideas if idea["effect"] is not None]
         rows += ideas if entry["round"] == 1 else measured[:MAX_LATER_IDEAS]
@@ -95,6 +95,11 @@ def axis_reach(ideas: list[dict[str, Any]]) -> float:
     ends = [max(abs(idea["low"]), abs(idea["high"])) for idea in known]
     gains = [abs(idea["low" if idea["verdict"] == "better" else "effect"]) for idea in known if idea["effect"] < 0]
     return float(np.clip(1.1 * max([*gains, np.quantile(ends or [0], 0.8)]), MIN_REACH, MAX_REACH))
+
+
+def unit_of(race: Mapping[str, Any]) -> str:
+    """Return the unit of the losses of a race, with a space; "" for another metric."""
+    return " nats/token" if race["compared"] in ("excess loss", "loss") else ""
 
 
 def label(text: str) -> str:

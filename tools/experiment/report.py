@@ -13,7 +13,7 @@ from cli.output import aligned
 from config.errors import ConfigError
 from config.paths import expand_user_path
 from tools.experiment import verdicts
-from tools.experiment.picture import draw, label
+from tools.experiment.picture import draw, label, unit_of
 from tools.experiment.record import Record, Round
 from tools.experiment.runs import Result, group_of, read_results, runs_of
 from tools.experiment.settings import ReportConfig
@@ -293,8 +293,8 @@ def verdict_text(idea: Mapping[str, Any]) -> str:
 
 def name_loss(values: str, race: Mapping[str, Any]) -> str:
     """Return values with the name of what they are: the loss, or the metric that is compared instead."""
-    is_metric = race["compared"] not in ("excess loss", "loss")
-    return f"{race['compared']} {values}" if is_metric else f"loss {values} nats/token"
+    unit = unit_of(race)
+    return f"{'loss' if unit else race['compared']} {values}{unit}"
 
 
 def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[str, Any]) -> str:
