@@ -14,7 +14,8 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = """
 tools benchmarks examples configs/scaling_law.yaml
-docs/debugging.md docs/experiments.md docs/experiment_statistics.md docs/scaling_law.md docs/track.md docs/track.yaml
+docs/debugging.md docs/experiments.md docs/experiments_reference.md docs/experiment_statistics.md docs/scaling_law.md
+docs/track.md docs/track.yaml
 docs/law_answers.png docs/learning_rates.png docs/race.png docs/world_excess.png
 tests/tools tests/test_examples.py tests/support/reference_examples.py
 tests/repo/test_core_alone.py tests/repo/test_make.py tests/repo/test_pages.py tests/repo/test_patches.py
