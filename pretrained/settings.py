@@ -3,10 +3,13 @@
 from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
-from pydantic import NonNegativeFloat
+from pydantic import NonNegativeFloat, field_validator
 
+from config.errors import ConfigError
 from config.help import POSITIONAL
+from config.paths import expand_user_path
 from model.settings import NonNegativeInt, PositiveInt, Settings
+from storage.files import folder_problems
 
 Weights = Literal["evaluated", "trained"]
 
@@ -23,6 +26,14 @@ class TrainedModelConfig(Settings):
     weights: Weights = "evaluated"
     """For a run whose optimizer averages the weights, as with evaluation.ema_decay: evaluated (the average, which
     val/loss measures) or trained (the weights that the optimizer updates). For other runs both are the same."""
+
+    @field_validator("run")
+    @classmethod
+    def _exists(cls, run: str) -> str:
+        """Refuse a missing directory here, before the scripts import torch for seconds; `load_run` reads the model."""
+        if problems := folder_problems(str(expand_user_path("run", run))):
+            raise ConfigError(f"run: {problems[0]}; name one, or a model on the Hub")
+        return run
 
 
 class SampleConfig(TrainedModelConfig):

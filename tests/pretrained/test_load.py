@@ -306,6 +306,14 @@ def test_load_run_refuses_home_of_unknown_user():
         load_run("~no-such-user/run", setting="init_from")
 
 
+@pytest.mark.parametrize("script", ["sample.py", "evaluate.py", "export.py out"])
+def test_missing_directory_is_refused_before_torch_is_imported(script, tmp_path):
+    script, *words = script.split()
+    refused = train(tmp_path / "missing", *words, script=script, exit_code=2)
+    problem = f"run: '{tmp_path}/missing' is not a directory; name one, or a model on the Hub"
+    assert refused.stderr == f"{script}: error: {problem}\n"  # without a line that torch is loaded
+
+
 @pytest.mark.parametrize("top_p", [0.0, 1.5])
 def test_top_p_out_of_range_is_refused(top_p):
     with pytest.raises(ConfigError, match=f"top_p: {top_p} must be a number above 0 and at most 1"):
