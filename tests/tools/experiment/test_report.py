@@ -73,13 +73,22 @@ def test_all_races_and_confirmations_are_listed(experiments):
     assert not experiments.started()
 
 
-def test_program_md_names_all_fields(experiments):
-    race, confirmation = experiments.race(A, B), experiments.confirm(A, seeds=2)
-    objects = [race, *race["rounds"], *race["ideas"], confirmation, *confirmation["differences"]]
+def test_reference_page_has_exactly_the_fields_of_json(experiments):
+    race, confirmation = experiments.race(A, B, compute_multiplier=True), experiments.confirm(A, seeds=2)
     out = experiments.race(A, "--model.big true", max_parameters=1.2)["ideas"]
-    assert len({frozenset(idea) for idea in (*race["ideas"], *out)}) == 1, "also of an idea that is out"
-    page = (ROOT / "tools" / "experiment" / "program.md").read_text()
-    assert not [name for one in objects for name in one if f"`{name}`" not in page]
+    assert any(idea["message"] for idea in out), "one is out"
+    objects = {
+        "A race": [race],
+        "A round of a race": race["rounds"],
+        "An idea of a race": [*race["ideas"], *out, *(idea for entry in race["rounds"] for idea in entry["ideas"])],
+        "A confirmation": [confirmation],
+        "A difference of a confirmation": confirmation["differences"],
+    }
+    page = (ROOT / "docs" / "experiments_reference.md").read_text()
+    for heading, some in objects.items():
+        [section] = re.findall(rf"(?ms)^### {heading}\n(.*?)^###", page)
+        documented = re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| (`.*?`) \|", section)))
+        assert len(some) and all(sorted(one) == sorted(documented) for one in some), heading
 
 
 def test_running_race_is_reported(experiments):
