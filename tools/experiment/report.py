@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,8 +252,9 @@ def race_lines(race: dict[str, Any]) -> list[str]:
     if race["stack"]:
         lines += ["", f"Found: {' + '.join(race['stack'])}"]
         if race["stack_config"]:  # it is written when the round ends
-            patch = f"; git apply {race['stack_patch']}" if race["stack_patch"] else ""
-            lines.append(f"Its settings: {race['stack_config']}{patch}")
+            lines.append(f"Its settings: --config {shlex.quote(race['stack_config'])}")
+            if race["stack_patch"]:  # --3way also adds new files to the index, so that `git commit` has them
+                lines.append(f"Its code: git apply --3way {shlex.quote(race['stack_patch'])}")
         lines.append("`confirm` trains it on seeds that no race has used.")
     if race.get("compute_multiplier"):
         lines.append(

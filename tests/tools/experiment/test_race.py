@@ -321,6 +321,24 @@ def test_patches_are_merged_and_the_stack_is_written(experiments, patches, tmp_p
     assert {name for name in own if own[name] != trained[name]} <= {"name", "out_dir", "seed"}
 
 
+def test_printed_commands_adopt_the_stack(experiments, patches, tmp_path):
+    """From a folder with a space in its name, with a new file, and after another commit changed a line nearby."""
+    patch = Path(patches.write("one.patch", "EFFECT = 40", "from own import EFFECT"))
+    new = (
+        "diff --git a/own.py b/own.py\nnew file mode 100644\n--- /dev/null\n+++ b/own.py\n@@ -0,0 +1 @@\n+EFFECT = 28\n"
+    )
+    patch.write_text(patch.read_text() + new)
+    text = experiments.race(str(patch), json=False, folder=str(tmp_path / "my lab"))
+    assert "Its settings: --config '/" in text
+    before = patches.source.read_text().replace('"micro_batch_size": 1', '"micro_batch_size": 2')
+    patches.source.write_text(before)
+    patches.git("commit", "--quiet", "--all", "--message", "other")
+    command = text.partition("Its code: ")[2].splitlines()[0]
+    subprocess.run(command, shell=True, cwd=experiments.root, check=True)
+    assert patches.source.read_text() == before.replace("EFFECT = 40", "from own import EFFECT")
+    assert patches.git("diff", "--name-status", "--cached").split() == ["A", "own.py", "M", "train.py"]
+
+
 def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
     one = patches.write("one.patch", "EFFECT = 40", "EFFECT = 28")
     two = patches.write("two.patch", "EFFECT = 40", "EFFECT = 32")
