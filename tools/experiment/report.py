@@ -172,10 +172,6 @@ def describe_idea(
         name: described[name] / described_baseline[name] for name in ("steps", "tokens", "flops", "parameters")
     }
     costs["seconds"] = ratio(*(mean([run.seconds for run in some]) for some in (runs, baseline)))
-    # Where the model read more tokens than its settings say, or fewer, that counts.
-    if tokens := ratio(*(mean([run.tokens for run in some]) for some in (runs, baseline))):
-        costs["flops"] = (costs["flops"] or 0.0) * tokens / (costs["tokens"] or 1.0)
-        costs["tokens"] = tokens
     failures = sorted({run.failure for run in runs if run.failure})
     return {
         "idea": text,

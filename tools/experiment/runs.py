@@ -60,8 +60,6 @@ class Result:
     """Hash of its last weights and moments."""
     seconds: float | None = None
     """CPU seconds of its processes; on a GPU the time from start to end. None if it was trained by another program."""
-    tokens: float | None = None
-    """Tokens that entered the model in training."""
     sessions: int = 1
     """How often its training was started."""
     is_stopped: bool = False
@@ -296,7 +294,7 @@ class Runs:
         results = []
         for (job, _), answer in zip(ended, answers, strict=True):
             newest = job.run.newest_metrics()
-            facts = {"digest": newest.get("state/digest"), "tokens": read_tokens(job)}
+            facts = {"digest": newest.get("state/digest")}
             loss, excess = answer["loss"], answer["excess_loss"]
             if self.metric and not answer["problem"]:
                 loss, excess = newest.get(self.metric), None
@@ -329,7 +327,7 @@ class Runs:
             "settings": settings,
             "test_seed": self.test_seed,
             "manifests": manifests,
-            "delivered": sorted(str(file) for file in files if not file.name.endswith(".tokens")),
+            "delivered": sorted(map(str, files)),
             "sessions": self._spent(job).sessions,
             "processes": variant.launch.processes or 1,
         }
@@ -360,16 +358,6 @@ def problem_of(loss: float | None, excess_loss: float | None, metric: str | None
 def format_value(value: Any) -> str:
     """Return the value of a setting as on a command line."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-
-
-def read_tokens(job: Job) -> float | None:
-    """Return the tokens that entered the model of a run in training, as its own process counted them."""
-    delivered = delivered_file(job.run)
-    try:
-        counts = [file.read_text().split() for file in delivered.parent.glob(f"{delivered.name}.*.tokens")]
-        return float(sum(int(count) for session in counts for count in session)) or None
-    except (OSError, ValueError):
-        return None
 
 
 def runs_of(results: Mapping[str, Result], digest: str, seeds: range = SEEDS_OF_RACES) -> list[Result]:

@@ -25,6 +25,7 @@ from config.errors import ConfigError, RunError
 from config.paths import expand_user_path
 from config.schema import flat_settings
 from config.yaml_files import read_yaml
+from data.sampler import BatchSizes
 from run.directory import Run
 from storage.files import sha256 as hash_file
 from storage.files import write_once
@@ -48,18 +49,20 @@ PROGRAM = Path(__file__).with_name("variant_program.py")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a variant costs, counted by the code of the baseline on the model of the variant."""
+    """What a run of a variant costs, from its settings and its model, before anything is trained.
+
+    What a changed loop computes besides, such as a second forward of each batch, is in the seconds of its runs alone.
+    """
 
     parameters: int
     flops_per_token: float
     """Of the matrix products in a forward and backward."""
     steps: int
-    tokens: float
-    """Of a run, by its settings: steps x global batch x sequence length."""
+    tokens: int
+    """That the loader of the baseline delivers, with padding."""
 
     @property
     def flops(self) -> float:
-        """FLOPs of a run."""
         return self.tokens * self.flops_per_token
 
 
@@ -90,9 +93,8 @@ class Variant:
     def changed(self, settings: dict[str, Any]) -> "Variant":
         """Return the variant with other values of settings."""
         changed = replace(self, given=self.given | settings, settings=self.settings | settings)
-        steps = changed.settings["steps"]
-        tokens = steps * global_batch_size(changed.settings, self.launch) * changed.settings["seq_len"]
-        return replace(changed, cost=replace(self.cost, steps=steps, tokens=tokens))
+        tokens = count_tokens(changed.settings, self.launch)
+        return replace(changed, cost=replace(self.cost, steps=changed.settings["steps"], tokens=tokens))
 
     @cached_property
     def digest(self) -> str:
@@ -116,7 +118,7 @@ class Variant:
 
 
 def delivered_file(run: Run) -> Path:
-    """Return the path, without the rank, of what variant_program.py records of a run: see Delivered there."""
+    """Return the path, without the rank, of what variant_program.py records of a run: see `train` there."""
     return run.path.parent / "delivered" / run.path.name
 
 
@@ -192,7 +194,7 @@ class Recipe:
                 variants[index] = RunError(f"does not start: {answer['crash']}")
             else:
                 settings = answer["settings"]
-                tokens = settings["steps"] * global_batch_size(settings, self.launch) * settings["seq_len"]
+                tokens = count_tokens(settings, self.launch)
                 cost = Cost(answer["parameters"], answer["flops_per_token"], settings["steps"], tokens)
                 inputs, warnings = input_hashes(settings), tuple(answer["warnings"] if changes_code else ())
                 facts = own_hash, changes_code, self.launch, given, settings, cost, inputs, warnings
@@ -252,6 +254,12 @@ def read_config(name: str, code: Path, config_files: dict[Path, str]) -> dict[st
 def global_batch_size(settings: dict[str, Any], launch: Launch) -> int:
     """Return the sequences of a step; null is one micro-batch for each process."""
     return settings["global_batch_size"] or settings["micro_batch_size"] * (launch.processes or 1)
+
+
+def count_tokens(settings: dict[str, Any], launch: Launch) -> int:
+    """Return the tokens of a run, by the sizes of its batches."""
+    sizes = BatchSizes.from_settings(settings | {"global_batch_size": global_batch_size(settings, launch)})
+    return sizes.tokens_before(settings["steps"], settings["seq_len"])
 
 
 def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -140,58 +140,33 @@ def hash_sequences(input_ids: Tensor) -> Tensor:
     return hashes
 
 
-class Delivered:
-    """Records what was read for training, and how many tokens entered the model.
-
-    FILE.RANK has the hashes of all sequences, int64, and FILE.RANK.tokens a number for each session. A session that
-    fails or is killed records nothing, as its steps are trained again.
-    """
-
-    def __init__(self):
-        self.hashes: list[Tensor] = []
-        self.num_tokens = 0
-
-    def install(self) -> None:
-        """Wrap the function that reads batches, which only the baseline's `data/` may define, and the model."""
-        import data.loader
-        from model.gpt import GPTModel
-
-        delivered, load_batch, forward = self, data.loader.load_batch, GPTModel.forward
-
-        @functools.wraps(load_batch)
-        def record_sequences(*words: Any) -> Any:
-            batch = load_batch(*words)
-            if torch.is_grad_enabled():  # not in an evaluation
-                delivered.hashes.append(hash_sequences(batch["input_ids"]))
-            return batch
-
-        @functools.wraps(forward)
-        def count_tokens(self: Any, input_ids: Tensor, *others: Any, **inputs: Any) -> Any:
-            if torch.is_grad_enabled():
-                delivered.num_tokens += input_ids.numel()
-            return forward(self, input_ids, *others, **inputs)
-
-        data.loader.load_batch, GPTModel.forward = record_sequences, count_tokens
-
-    def write(self, file: str) -> None:
-        """Append to the files of this session."""
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab") as recorded, open(f"{file}.tokens", "a") as tokens:
-            recorded.write(torch.cat(self.hashes).numpy().tobytes() if self.hashes else b"")
-            print(self.num_tokens, file=tokens)
-
-
 def train(file: str, *words: str) -> int:
-    """Run train.py and record what was delivered for training; return the exit code."""
+    """Run train.py and record what was read for training; return the exit code.
+
+    FILE.RANK has the hashes of all sequences, int64. A session that fails or is killed records nothing.
+    """
+    import data.loader
     from cli.scripts import run_script
     from distributed.world import process_rank
 
-    delivered = Delivered()
-    delivered.install()
+    # Wrap the function that reads batches, which only the baseline's `data/` may define.
+    hashes, load_batch = [torch.empty(0, dtype=torch.int64)], data.loader.load_batch
+
+    @functools.wraps(load_batch)
+    def record_sequences(*words: Any) -> Any:
+        batch = load_batch(*words)
+        if torch.is_grad_enabled():  # not in an evaluation
+            hashes.append(hash_sequences(batch["input_ids"]))
+        return batch
+
+    data.loader.load_batch = record_sequences
     sys.argv = ["train.py", *words]
     exit_code = run_script("train")
     if exit_code in (0, EXIT_STOPPED):
-        delivered.write(f"{file}.{process_rank()}")
+        recorded = Path(f"{file}.{process_rank()}")
+        recorded.parent.mkdir(parents=True, exist_ok=True)
+        with open(recorded, "ab") as opened:
+            opened.write(torch.cat(hashes).numpy().tobytes())
     return exit_code
 
 

@@ -28,7 +28,8 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,
     "data.source": "stories", "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
     "optimizer.lr": 1.0, "evaluation.num_samples": 5, "evaluation.every": 10, "schedule.warmup_steps": 10,
-    "schedule.decay_steps": None, "schedule.batch_warmup_steps": None, "tracking.log_every": 1}
+    "schedule.decay_steps": None, "schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None,
+    "tracking.log_every": 1}
 # Patches insert lines below one of these.
 # 1
 #
@@ -123,15 +124,12 @@ def main(delivered, words):
     digest = str(excess)
     excess *= settings["model.readout"]
     state = "finished" if math.isfinite(excess) and not settings["model.fails"] else "failed"
-    tokens = settings["steps"] * settings["global_batch_size"] * settings["seq_len"]
     row = {"step": settings["steps"], "val/loss": 0.5 + excess, "val/excess_loss": excess, "val/entropy": 0.5}
-    row |= {"val/other": 1.0 + settings["model.effect_b"] * excess, "train/tokens": tokens, "state/digest": digest}
+    row |= {"val/other": 1.0 + settings["model.effect_b"] * excess, "state/digest": digest}
     write_json(run + "/metrics.jsonl", row)
     write_json(run + "/settings.json", settings)
     write_json(run + "/checkpoints/step-1/manifest.json", {})
     os.makedirs(os.path.dirname(delivered), exist_ok=True)
-    with open(delivered + ".0.tokens", "a") as file:
-        print(tokens, file=file)
     reason = "" if state == "finished" else "the loss is nan"
     write_json(run + "/status.json", {"state": state, "step": settings["steps"], "reason": reason})
     return state == "failed"

@@ -469,10 +469,14 @@ def test_costs_are_relative_to_the_baseline(experiments):
     assert found[big]["seconds"] > 0
 
 
-def test_tokens_that_the_model_read_count(experiments, patches):
-    patch = patches.write("twice.patch", "    tokens = settings", "    tokens = 2 * settings")
-    [idea] = experiments.race(patch)["ideas"]
-    assert idea["tokens"] == idea["flops"] == 2 and idea["steps"] == 1
+def test_code_of_a_variant_cannot_make_it_look_cheaper(experiments, patches):
+    """It writes a count of tokens, in its metrics and beside the record of its training data."""
+    forged = "    open(delivered + '.0.tokens', 'w').write('8')\n    row |= {'train/tokens': 8}\n"
+    patch = patches.write(
+        "forged.patch", '    write_json(run + "/metrics.jsonl"', f'{forged}    write_json(run + "/metrics.jsonl"'
+    )
+    [idea] = experiments.race(patch, runs=6)["ideas"]
+    assert idea["runs"] > 0 and [idea[name] for name in ("steps", "tokens", "flops")] == [1, 1, 1]
 
 
 def test_equal_flops_scales_steps_and_schedule(experiments):

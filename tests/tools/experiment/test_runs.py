@@ -95,16 +95,7 @@ def test_run_whose_result_is_lost_is_trained_again(experiments):
     assert sorted(experiments.started()) == sorted(lost) and again["failed"] == 0
     assert [idea["effect"] for idea in again["ideas"]] == pytest.approx([idea["effect"] for idea in before["ideas"]])
     assert "results.jsonl, line 2 is skipped" in experiments.errors
-    assert {one["tokens"] for one in results_of_valid_lines(file)} == {800}, "each was counted once"
     assert experiments.race(NOTHING, **options) == again and not experiments.started()
-
-
-def results_of_valid_lines(file):
-    for line in file.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            pass
 
 
 def test_runs_that_ended_before_their_evaluation_are_evaluated(experiments, monkeypatch):

@@ -25,6 +25,7 @@ SETTINGS = {"name": "x", "steps": 400, "seq_len": 8, "global_batch_size": 4, "mi
 SETTINGS |= {"data.source": "text", "optimizer.lr": 1.0, "evaluation.num_samples": 9, "data.num_samples": 100}
 SETTINGS |= {"model.d_model": 64, "model.d_ff": 64, "model.n_heads": 4, "model.n_kv_heads": None}
 SETTINGS |= {"schedule.name": "wsd", "schedule.warmup_steps": 40, "schedule.decay_steps": None}
+SETTINGS |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None}
 ONE_PROCESS = Launch()
 
 
@@ -111,6 +112,12 @@ def test_tokens_of_a_run_count_all_processes():
     """An unset global batch is a micro-batch of each."""
     variant = make_variant(Launch(processes=2), global_batch_size=None)
     assert variant.cost.tokens == 400 * 2 * 4 * 8 and variant.cost.flops == variant.cost.tokens * 6000
+
+
+def test_tokens_of_a_run_count_the_smaller_batches_of_a_warmup():
+    """Two sequences in each of the first 100 steps, then four."""
+    warmup = {"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 100}
+    assert make_variant(**warmup).cost.tokens == (100 * 2 + 300 * 4) * 8
 
 
 def test_given_settings(tmp_path):
