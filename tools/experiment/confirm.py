@@ -152,7 +152,7 @@ def missing_runs(
 
 
 def say_cost(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
-    """Print how many hours the missing runs will take, judging by those of the race and the FLOPs of each."""
+    """Print how many minutes the missing runs will take, judging by those of the race and the FLOPs of each."""
     known = [result.seconds for result in runs_of(runs.results, baseline.digest) if result.seconds]
     costs = [
         variant.cost.tokens
@@ -162,8 +162,9 @@ def say_cost(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Va
     ]
     text = f"{len(missing)} runs"
     if known and missing:
-        hours = sum(costs) * sum(known) / len(known) / 3600
-        text += f", about {hours:.1f} hours of one core or GPU, {hours / runs.jobs.max_running:.1f} hours from now"
+        minutes = sum(costs) * sum(known) / len(known) / 60
+        text += f", about {minutes:.1f} minutes of one core or GPU"
+        text += f", {minutes / runs.jobs.max_running:.1f} minutes from now"
     print(f"confirm: {text}", file=sys.stderr)
 
 

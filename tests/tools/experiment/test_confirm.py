@@ -41,7 +41,7 @@ def test_stack_of_the_newest_race_is_confirmed(experiments):
     start, first, second = experiments.errors.splitlines()[:3]
     assert start == "checking the baseline and the ideas ..."
     assert first.startswith(f"confirming {every}, found by ")
-    assert second.startswith("confirm: 18 runs, about 0.0 hours of one core or GPU, ")
+    assert re.fullmatch(r"confirm: 18 runs, about \d\.\d minutes of one core or GPU, \d\.\d minutes from now", second)
 
     assert experiments.confirm() == found and not experiments.started()
     more = experiments.confirm(seeds=4)
