@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from config.errors import RunError
+from run.directory import Run
 from storage.files import open_no_link, sha256
 from storage.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT
@@ -204,9 +205,10 @@ class Runs:
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned
         job = variant.job(self.folder, seed)
-        if job.is_finished() and not job.run.checkpoints.exists():  # its result has been lost
-            shutil.rmtree(job.run.path)
-            for file in (delivered := delivered_file(job.run)).parent.glob(f"{delivered.name}.*"):
+        is_lost = job.is_finished() and not job.run.checkpoints.exists()
+        if (is_lost or not is_recorded(job, variant)) and not job.run.is_locked():  # train it from the start
+            shutil.rmtree(job.run.path, ignore_errors=True)
+            for file in delivered_files(job.run):
                 file.unlink()
         self.pending[job.run.path.name] = planned
         self._started[job] = time.monotonic()
@@ -223,6 +225,8 @@ class Runs:
             message, was_killed = "stopped by a signal from elsewhere", True
         elif not job.is_finished():
             message, was_killed = "ends before its last step", False
+        elif not is_recorded(job, self.pending[name][0]):
+            message, was_killed = "ended without a record of its training data", True
         else:
             if outcome:
                 self.durations.append(time.monotonic() - self._started[job])
@@ -318,8 +322,6 @@ class Runs:
         batch_size = global_batch_size(variant.settings, variant.launch)
         settings |= {"seed": seed, "global_batch_size": batch_size, "data.hash": None}
         manifests = {str(file): sha256(file) for file in sorted(job.run.checkpoints.glob("step-*/manifest.json"))}
-        delivered = delivered_file(job.run)
-        files = delivered.parent.glob(f"{delivered.name}.*") if variant.changes_code else []
         return {
             "code": str(variant.code),
             "run": str(job.run.path),
@@ -327,7 +329,7 @@ class Runs:
             "settings": settings,
             "test_seed": self.test_seed,
             "manifests": manifests,
-            "delivered": sorted(map(str, files)),
+            "delivered": [str(file) for file in delivered_files(job.run)] if variant.changes_code else [],
             "sessions": self._spent(job).sessions,
             "processes": variant.launch.processes or 1,
         }
@@ -358,6 +360,22 @@ def problem_of(loss: float | None, excess_loss: float | None, metric: str | None
 def format_value(value: Any) -> str:
     """Return the value of a setting as on a command line."""
     return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def delivered_files(run: Run) -> list[Path]:
+    """Return the records of what was delivered to the processes of a run."""
+    file = delivered_file(run)
+    return sorted(file.parent.glob(f"{file.name}.*"))
+
+
+def is_recorded(job: Job, variant: Variant) -> bool:
+    """Return whether the training data of a run can be compared; those of the baseline's code need not be.
+
+    Each session writes its record behind its status. One that was killed writes none, so its record is older or absent.
+    """
+    record, status = Path(f"{delivered_file(job.run)}.0"), job.status_stamp()
+    is_newest = status is not None and record.exists() and record.stat().st_mtime_ns >= status[1]
+    return is_newest or not variant.changes_code
 
 
 def runs_of(results: Mapping[str, Result], digest: str, seeds: range = SEEDS_OF_RACES) -> list[Result]:

@@ -129,9 +129,11 @@ def main(delivered, words):
     write_json(run + "/metrics.jsonl", row)
     write_json(run + "/settings.json", settings)
     write_json(run + "/checkpoints/step-1/manifest.json", {})
-    os.makedirs(os.path.dirname(delivered), exist_ok=True)
     reason = "" if state == "finished" else "the loss is nan"
     write_json(run + "/status.json", {"state": state, "step": settings["steps"], "reason": reason})
+    os.makedirs(os.path.dirname(delivered), exist_ok=True)
+    with open(delivered + ".0", "a") as file:
+        print(file=file)
     return state == "failed"
 """
 

@@ -237,13 +237,38 @@ def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, m
         return evaluate(baseline, some)
 
     monkeypatch.setattr(runs, "run_evaluator", record)
-    patch = patches.write("x.patch", "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n",
-        "    os.makedirs(os.path.dirname(delivered), exist_ok=True)\n    open(delivered + '.0', 'w')\n")  # fmt: skip
+    patch = patches.write("x.patch", "# 1\n", "# 1\nx = 1\n")
     experiments.race(patch, A)
     assert changed and all(
         one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed
     )
     assert not any(one["delivered"] for one in requests if one not in changed)
+
+
+def test_run_without_a_record_of_its_data_is_trained_again(experiments, patches):
+    """It was killed behind its last step; the second time the command was killed, too."""
+    record = '    with open(delivered + ".0", "a")'
+    kill = "    if not os.path.exists(run + '/../killed'):\n"
+    kill += "        open(run + '/../killed', 'w')\n        os.kill(os.getpid(), 9)\n"
+    patch = patches.write("x.patch", record, kill + record)
+    before = experiments.race(patch, jobs=1)
+    *_, first, again = experiments.started()
+    assert first == again and first.endswith("-0") and before["failed"] == 0
+
+    rows = [row for row in results(experiments) if row["run"] != first]
+    (experiments.folder() / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = experiments.folder() / "runs" / first
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
+    (run / "status.json").touch()  # by a second session, which left only the record of the first
+    experiments.race(patch, jobs=1)
+    assert experiments.started() == [first]
+
+
+def test_run_that_never_records_its_data_fails(experiments, patches):
+    record = '    with open(delivered + ".0", "a")'
+    [idea] = experiments.race(patches.write("x.patch", record, "    return 0\n" + record), jobs=1)["ideas"]
+    assert idea["verdict"] == "failed" and idea["message"] == "ended without a record of its training data"
 
 
 def test_refused_metric_leaves_the_results_of_others(experiments):
