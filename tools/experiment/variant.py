@@ -114,6 +114,8 @@ class Variant:
         program = [str(PROGRAM), str(self.code), "train", str(delivered_file(run))]
         words = ["--config", str(self.config_file(folder)), "--seed", str(seed)]
         words += ["--name", run.path.name, "--out_dir", str(run.path.parent)]
+        if self.changes_code:  # what worker processes read would not be recorded
+            words += ["--data.num_workers", "0"]
         return Job(run, self.settings["steps"], (*self.launch.command, *program, *words))
 
 

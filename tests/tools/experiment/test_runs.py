@@ -238,7 +238,9 @@ def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, m
 
     monkeypatch.setattr(runs, "run_evaluator", record)
     patch = patches.write("x.patch", "# 1\n", "# 1\nx = 1\n")
-    experiments.race(patch, A)
+    experiments.race(f"{patch} --data.num_workers 2", f"{A} --data.num_workers 2")
+    workers = {run["model.effect_a"]: run["data.num_workers"] for run in experiments.trained() if run["seed"] == 0}
+    assert workers == {1: 0, 0.7: 2}, "workers would not record what they read"
     assert changed and all(
         one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed
     )
