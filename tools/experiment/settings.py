@@ -49,7 +49,7 @@ class IdeasConfig(ReportConfig):
 
     margin: PositiveFloat | None = None
     """Smallest gain of interest, as a fraction: an idea that certainly gains less is `no gain`. null: 0.05 of the
-    excess loss, 0.005 of the loss where the entropy is unknown."""
+    excess loss, 0.015 of the loss where the entropy is unknown."""
 
     @property
     def ideas(self) -> list[str]:

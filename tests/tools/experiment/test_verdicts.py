@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tools.experiment import verdicts
+from tools.experiment.race import MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS
 from tools.experiment.verdicts import BASELINE, Finding, Group, assess, best_idea, choose_next, compare, is_decided
 
-MARGIN = math.log1p(0.05)
+MARGIN = math.log1p(MARGIN_OF_EXCESS_LOSS)
 DEVIATION = 0.04  # of the log excess loss over seeds, in configs/lab.yaml
 # As in a published screen of forty ideas: ten gain, twenty change nothing, ten harm.
 GAINS = [-43.2, -19.6, -14.4, -12.3, -11.9, -11.7, -8.6, -7.2, -5.7, -4.3]
@@ -158,8 +159,13 @@ def test_intervals_suit_the_scatter_of_seeds_and_not_the_margin(monkeypatch, dev
     assert mean(race.findings[0].half_width for race in races) < 4 * deviation
 
 
-def test_no_gain_ends_a_race():
-    """A default budget decides most ideas that change nothing."""
+@pytest.mark.parametrize(
+    ("deviation", "margin"), [(DEVIATION, MARGIN_OF_EXCESS_LOSS), (0.013, MARGIN_OF_LOSS)], ids=["stories", "text"]
+)
+def test_no_gain_ends_a_race(monkeypatch, deviation, margin):
+    """A default budget decides most ideas that change nothing, with the default margin and the scatter of our races."""
+    monkeypatch.setattr(f"{__name__}.DEVIATION", deviation)
+    monkeypatch.setattr(f"{__name__}.MARGIN", math.log1p(margin))
     races = simulate(40, [0.0], 48)
     assert mean(race.findings[0].verdict == "no gain" for race in races) >= 0.7
 
