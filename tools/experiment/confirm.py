@@ -101,7 +101,10 @@ def newest_stack(folder: Path) -> list[Idea]:
         if ideas := [record.ideas[key] for key in record.stack]:
             print(f"confirming {' + '.join(idea.text for idea in ideas)}, found by {file}", file=sys.stderr)
             return ideas
-    raise ConfigError(f"ideas: no race in {folder} has found a better one; give the settings of a race, or name ideas")
+    raise ConfigError(
+        f"ideas: no race of this code and these settings ({folder}) has found a better one; give the settings of a race "
+        "and check out its commit, or name ideas"
+    )
 
 
 def check_settings(ideas: list[Idea]) -> None:

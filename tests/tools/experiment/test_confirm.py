@@ -155,7 +155,7 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
 def test_settings_of_all_runs_choose_the_race(experiments):
     experiments.race(A, "--optimizer.lr", "1.5")
     assert experiments.confirm("--optimizer.lr", "1.5")["ideas"] == [A]
-    assert "has found a better one; give the settings of a race, or name ideas" in experiments.confirm(
+    assert "has found a better one; give the settings of a race and check out its commit, or" in experiments.confirm(
         error=ConfigError
     )
 
@@ -169,7 +169,7 @@ def test_damaged_race_is_no_obstacle(experiments):
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        ([], {}, "has found a better one; give the settings of a race, or name ideas"),
+        ([], {}, "has found a better one; give the settings of a race and check out its commit, or"),
         (["--data.path x"], {}, "changes which tokens are predicted"),
         (["--model.nope 1"], {}, "is not a setting"),
         ([A, "--model.effect_a 0.8"], {}, "set model.effect_a; confirm them one by one"),
