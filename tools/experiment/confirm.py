@@ -102,8 +102,8 @@ def newest_stack(folder: Path) -> list[Idea]:
             print(f"confirming {' + '.join(idea.text for idea in ideas)}, found by {file}", file=sys.stderr)
             return ideas
     raise ConfigError(
-        f"ideas: no race of this code and these settings ({folder}) has found a better one; give the settings of a race "
-        "and check out its commit, or name ideas"
+        f"ideas: no race of this code and these settings ({folder}) has found a better one; give the settings of a "
+        "race and check out its commit, or name ideas"
     )
 
 
