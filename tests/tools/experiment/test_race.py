@@ -337,6 +337,8 @@ def test_printed_commands_adopt_the_stack(experiments, patches, tmp_path):
     subprocess.run(command, shell=True, cwd=experiments.root, check=True)
     assert patches.source.read_text() == before.replace("EFFECT = 40", "from own import EFFECT")
     assert patches.git("diff", "--name-status", "--cached").split() == ["A", "own.py", "M", "train.py"]
+    settings_alone = experiments.race(A, json=False)
+    assert "Its settings: " in settings_alone and "Its code: " not in settings_alone
 
 
 def test_patch_that_conflicts_with_the_stack_is_out(experiments, patches):
