@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from config.errors import ConfigError
@@ -65,9 +66,8 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
     equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
     sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
-    missing = missing_runs(config, runs, sizes)
-    say_cost(runs, missing, baseline)
-    train(config, runs, missing)
+    if missing := missing_runs(config, runs, sizes):
+        train(config, runs, missing, baseline)
 
     differences = []
     for size, scaled in sizes.items():
@@ -154,29 +154,29 @@ def missing_runs(
     return [run for (digest, seed), run in planned.items() if not runs.is_known(f"{digest}-{seed}")]
 
 
-def say_cost(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
-    """Print how many minutes the missing runs will take, judging by those of the race and the FLOPs of each."""
-    known = [result.seconds for result in runs_of(runs.results, baseline.digest) if result.seconds]
-    costs = [
-        variant.cost.tokens
-        * (variant.cost.parameters / baseline.cost.parameters if size == 1 else size)
-        / baseline.cost.tokens
-        for size, variant, _ in missing
-    ]
-    text = f"{len(missing)} runs"
-    if known and missing:
-        minutes = sum(costs) * sum(known) / len(known) / 60
-        text += f", about {minutes:.1f} minutes of one core or GPU"
-        text += f", {minutes / runs.jobs.max_running:.1f} minutes from now"
-    print(f"confirm: {text}", file=sys.stderr)
+def describe_time(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> str:
+    """Return how long runs will take, by the FLOPs of each and the time of those that have ended; "" if none has."""
+    flops = {variant.digest: size * variant.cost.flops for size, variant, _ in missing}
+    flops[baseline.digest] = baseline.cost.flops
+    ended = [run for run in runs.results.values() if run.digest_of_variant in flops and not run.failure]
+    speeds = [run.seconds / flops[run.digest_of_variant] for run in ended if run.seconds and not run.is_stopped]
+    if not speeds:
+        return ""
+    minutes = fmean(speeds) * sum(flops[variant.digest] for _, variant, _ in missing) / 60
+    return f"about {minutes:.1f} minutes of one core or GPU, {minutes / runs.jobs.max_running:.1f} minutes from now"
 
 
-def train(config: ConfirmConfig, runs: Runs, missing: list[tuple[float, Variant, int]]) -> None:
-    """Train the missing runs, in their order."""
+def train(config: ConfirmConfig, runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
+    """Train the missing runs, in their order, and print their time as soon as it is known."""
     start_time = time.monotonic()
     todo = [(variant, seed) for _, variant, seed in missing]
+    text = describe_time(runs, missing, baseline)
+    print(f"confirm: {len(missing)} runs, {text or 'whose time is known after the first one'}", file=sys.stderr)
 
     def next_run() -> Next:
+        nonlocal text
+        if not text and (text := describe_time(runs, missing, baseline)):
+            print(f"confirm: {len(missing)} runs, {text}", file=sys.stderr)
         elapsed = time.monotonic() - start_time
         if config.minutes and elapsed + max(runs.durations, default=0) > 60 * config.minutes:
             return None

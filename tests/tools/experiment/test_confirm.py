@@ -77,13 +77,18 @@ def test_named_ideas_at_sizes_on_other_data(experiments):
         (64, 100, 1.5),
         (128, 400, 0.75),
     }
-    assert "confirm: 16 runs" in experiments.errors.splitlines(), "no run says how long they take"
+    costs = [line for line in experiments.errors.splitlines() if line.startswith("confirm:")]
+    assert costs[0] == "confirm: 16 runs, whose time is known after the first one"
+    assert len(costs) == 2 and costs[1].startswith("confirm: 16 runs, about ")
     assert "data.seed 3" in experiments.confirm(
         A, B, "--optimizer.lr", "1.5", sizes="1,4", data_seed=3, seeds=2, json=False
     )
     other = experiments.confirm(A, B, "--optimizer.lr", "1.5", seeds=2)
+    assert "confirm: 8 runs, whose" in experiments.errors, "the other data are another baseline"
     assert other["data_seed"] is None and len(experiments.started()) == 8
     assert len(list(experiments.folder().glob("confirmations/*.json"))) == 2
+    experiments.confirm(C, "--optimizer.lr", "1.5", seeds=2)
+    assert "confirm: 2 runs, about " in experiments.errors, "a confirmation has trained the baseline"
 
 
 def test_idea_that_changes_nothing_is_confirmed_as_such(experiments):
