@@ -1,14 +1,27 @@
-"""The commands of docs/experiments.md run in its order, with short trainings."""
+"""The commands of docs/experiments.md run in its order; published figures follow from the raw rows of their runs."""
 
+import json
+import re
 import shutil
+import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from scipy.stats import spearmanr
 
 from tests.conftest import ROOT, commands, environment
+from tools.experiment import confirm, report
+from tools.experiment.record import Record
+from tools.experiment.report import interval, percent
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, group_of, read_results, runs_of
 
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
+README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "experiment_statistics.md").read_text().partition("## Results\n")[2]
+RAW = ROOT / "benchmarks" / "results" / "experiments"
 SHORT = "--steps 20 --schedule.warmup_steps 2 --data.num_samples 320 --evaluation.num_samples 20 --runs 7"
 
 
@@ -26,3 +39,155 @@ def test_commands_of_page_run(tmp_path):
             continue
         assert done.returncode == 0, command + done.stdout + done.stderr
     shutil.rmtree(tmp_path)
+
+
+# Published figures
+
+MUON, QK_NORM = "--optimizer.name muon --optimizer.lr 2e-2", "--model.qk_norm true"
+BOTH = f"{MUON} + {QK_NORM}"
+SWIGLU = "--model.mlp swiglu --model.d_ff 168"
+HALF_BATCH = "--global_batch_size 8 --micro_batch_size 8 --steps 800 --schedule.warmup_steps 80"
+IDEAS_ON_TEXT = {
+    "Muon": MUON,
+    "SOAP": "docs/patches/optimizer_soap.patch --optimizer.name soap",
+    "half the batch, twice the steps": HALF_BATCH,
+    "the MLP before the attention": "ideas/mlp_first.patch",
+    "parallel blocks": "docs/patches/block_parallel.patch --model.parallel true",
+    "SwiGLU": SWIGLU,
+    "QK-norm": QK_NORM,
+    "a second norm behind each sublayer": "ideas/sandwich_norm.patch",
+    "Lion": "docs/patches/optimizer_lion.patch --optimizer.name lion --optimizer.lr 2.5e-3",
+    "LoRA of the attention, rank 4": "docs/patches/attention_lora.patch --model.lora_rank 4",
+}
+FIRST, TWELVE = "lab-cfd86100/races/7d7ebe7d.json", "lab-50df45da/races/0edc2322.json"
+FORTY, TEXT = "lab-9639d31f/races/2206672b.json", "lab-13234a74-flops/races/2bcd2759.json"
+# Digests of the variants with four times the parameters, of which the folder `configs` has the settings.
+LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6afde28a"}
+
+
+@pytest.fixture(scope="module")
+def races():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "draw", lambda *_: None)  # no pictures beside the raw rows
+        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT)}
+
+
+def test_figures_of_how_to_and_readme(races):
+    printed = joined("\n".join(report.race_lines(races[FIRST])))
+    for page in (PAGE, README):
+        [block] = re.findall(r"```text\n((?:Round 1|Better:).*?)```", page, re.DOTALL)
+        assert joined(block) in printed
+
+    race = races[TWELVE]
+    alone, on_muon = ideas_of_rounds(race)[:2]
+    both, _, on_top, *_ = confirm_again(RAW / "lab-9639d31f", "d7aef6fe")
+    figures = [
+        f"{race['runs']} runs in {hours(race)} CPU hours",
+        f"{losses(alone[MUON], race)}, excess loss {show(alone[MUON])}",
+        show(on_muon[QK_NORM]),
+        show(both),
+        f"({percent(on_top['effect'])}, {interval(on_top)})",
+    ]
+    check_figures(joined(PAGE.partition("## An example")[2]), figures)
+    assert f"{race['runs']} runs with {hours(race)} CPU hours" in joined(README)
+
+
+def test_figures_of_results(races):
+    twelve, forty, text = (races[name] for name in (TWELVE, FORTY, TEXT))
+    alone, on_muon = ideas_of_rounds(twelve)[:2]
+    change = percent(alone[MUON]["loss"] / twelve["rounds"][0]["baseline_loss"] - 1)
+    figures = [
+        f"{twelve['runs']} runs in {hours(twelve)} CPU hours",
+        f"{losses(alone[MUON], twelve)} ({change}), excess loss {show(alone[MUON])}",
+        show(on_muon[QK_NORM]),
+        *(f"({about(ideas[SWIGLU])} and {about(ideas[HALF_BATCH])}" for ideas in (alone, on_muon)),
+    ]
+
+    alone, on_muon, on_both = ideas_of_rounds(forty)
+    figures += [
+        f"{forty['runs']} runs in {hours(forty)} CPU hours",
+        f"excess loss {show(alone[MUON])}",
+        show(on_muon[QK_NORM]),
+        f"{sum(idea['runs'] for idea in on_both.values())} runs of its ideas",
+        f"SwiGLU, with {about(alone[SWIGLU])} alone",
+    ]
+    assert abs(on_both[SWIGLU]["effect"]) < 0.001, "it gains nothing on top"
+
+    differences = confirm_again(RAW / "lab-9639d31f", "d7aef6fe")
+    names = [("Muon + QK-norm", "the baseline"), ("Muon", "the baseline"), ("Muon + QK-norm", "Muon")]
+    names += [("Muon + QK-norm", "QK-norm")]
+    for (variant, against), small, large in zip(names, differences[:4], differences[4:], strict=True):
+        cells = (f"{show(one)}, {one['verdict']}" for one in (small, large))
+        figures.append(f"| {variant} | {against} | {' | '.join(cells)} |")
+    figures.append(show(confirm_again(RAW / "lab-9639d31f", "9f3d434b")[1]))
+    results = read_results(RAW / "lab-9639d31f")
+    of_large = runs_of(results, LARGE["baseline"], SEEDS_OF_CONFIRMATIONS[:4])
+    figures.append(f"{report.mean_excess(of_large):.4f} nats/token")
+    figures.append(f"scatter by {100 * statistics.stdev(group_of(of_large).values):.0f}%")
+
+    [on_text] = ideas_of_rounds(text)
+    figures.append(f"{text['runs']} runs in {hours(text)} CPU hours")
+    assert {*on_text} == {*IDEAS_ON_TEXT.values()}
+    for name, idea in IDEAS_ON_TEXT.items():
+        figures.append(f"| {name} | {show(alone[idea])} | {show(on_text[idea])} |")
+    effects = [[ideas[idea]["effect"] for idea in on_text] for ideas in (alone, on_text)]
+    correlation: Any = spearmanr(effects[0], effects[1])
+    figures.append(f"rank correlation is {correlation.statistic:.2f}")
+    check_figures(joined(RESULTS), figures)
+
+
+def check_figures(text, figures):
+    """Check that a text has these figures, and no other effect in percent."""
+    for figure in figures:
+        assert figure in text, figure
+    for figure in sorted(figures, key=len, reverse=True):
+        text = text.replace(figure, "")
+    assert not re.findall(r"[-+]\d[\d.]*%", text)
+
+
+def joined(text):
+    """Undo line breaks and the alignment of tables."""
+    return " ".join(text.split())
+
+
+def ideas_of_rounds(race):
+    return [{idea["idea"]: idea for idea in entry["ideas"]} for entry in race["rounds"]]
+
+
+def hours(race):
+    return f"{race['seconds'] / 3600:.2f}"
+
+
+def losses(idea, race):
+    return f"loss {race['rounds'][0]['baseline_loss']:.4f} -> {idea['loss']:.4f} nats/token"
+
+
+def about(idea):
+    return f"{100 * idea['effect']:+.0f}%"
+
+
+def show(one):
+    values = [one[name] for name in ("effect", "low", "high")]
+    shown = [f"{100 * value:+.0f}%" if one["effect"] > 10 else percent(value) for value in values]
+    return "{} ({} to {})".format(*shown)
+
+
+def confirm_again(folder, name):
+    """Compare the runs of a confirmation again, check that nothing has changed, and return the differences."""
+    stored = json.loads((folder / "confirmations" / f"{name}.json").read_text())
+    [race] = (folder / "races").glob("*.json")
+    record, results = Record.read(race), read_results(folder)
+    keys = {idea.text: key for key, idea in record.ideas.items()}
+    first, second, third = record.rounds[:3]
+    small = {"baseline": first.baseline["digest"], QK_NORM: first.ideas[keys[QK_NORM]]["digest"]}
+    small |= {MUON: second.baseline["digest"], BOTH: third.baseline["digest"]}
+    seeds = SEEDS_OF_CONFIRMATIONS[: stored["seeds"]]
+    runs: Any = SimpleNamespace(group=lambda variant, _: group_of(runs_of(results, variant.digest, seeds)))
+    differences = []
+    for size, digests in ((1.0, small), (4.0, LARGE)):
+        digests = digests | {f"all without {MUON}": digests[QK_NORM], f"{MUON} {QK_NORM}": digests[BOTH]}
+        pairs = [(one["variant"], one["against"]) for one in stored["differences"] if one["size"] == size]
+        variants: Any = {name: SimpleNamespace(digest=digests[name]) for pair in pairs for name in pair}
+        differences += confirm.compare(size, variants, pairs, runs, record.margin)
+    assert differences == [pytest.approx(one) for one in stored["differences"]]
+    return differences
