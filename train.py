@@ -85,13 +85,13 @@ def main(config: TrainConfig) -> None:
     # On exit, write to status.json how the session ended: finished, preempted or failed. A session writes nothing if it
     # fails before `open_run` has locked the run, or because its settings are not those of the run.
     with record_outcome(run):
-        # Before the process group exists, check what needs no communication: the launch, the tracker, the settings, and
+        # Before the process group exists, check what needs no communication: the launch, the settings, the tracker, and
         # that the run directory can be written. `resolve` also loads the data and the models of `teacher.path` and
-        # `init_from`. If the run has a checkpoint, it loads the latter only if `init_from` was changed, to compare its
-        # hash. It fills in null settings that depend on them, on the launch or on the existing run.
+        # `init_from`, and fills in the null settings that depend on them, on the launch or on the existing run. If the
+        # run has a checkpoint, the initial model is loaded only if `init_from` was changed, to compare its hash.
         check_launch(config)
-        trackers.check(config)
         config, corpus, models = resolve(config, run)
+        trackers.check(config)
         check_run(run, config)
 
         # Join the other processes, and install the signal handlers that stop the run after a step.
@@ -126,7 +126,7 @@ def train(
     # Build the model and the optimizer, and load their state. With `cuda_graph: null`, where a CUDA graph may help, a
     # trial in a child process decides whether the steps use one; a signal ends it early. The summary below prints what
     # it found. Only `state.config` contains the decision: `config`, which checkpoints store, keeps null, and each
-    # session decides anew. In `state`, `network` is the GPTModel, and `model` is what Accelerate made of it, such as
+    # session decides again. In `state`, `network` is the GPTModel, and `model` is what Accelerate made of it, such as
     # DDP.
     build = partial(build_for_trial, config, start.step)
     use_graph, trial = choose_graph(config, accelerator, start.step, build, stop_signal.requested)
@@ -220,8 +220,8 @@ def train(
             result = state.results.read(wait=log_now or eval_now or save_now)
 
             # Has a process asked to stop? The results of a step contain the flags of all processes, so all of them
-            # see a flag in the same step. A stop saves a checkpoint of this step. If the flag is in the result of the
-            # previous step, `read` therefore waits for the result of this step too, and raises if it is not finite.
+            # see a flag in the same step. A stop saves a checkpoint of this step, which must be finite. So if the flag
+            # is in the result of the previous step, `read` waits for the result of this step too.
             if result is not None and result.stop:
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway

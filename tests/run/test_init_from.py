@@ -125,6 +125,14 @@ def test_resume_ignores_changed_or_deleted_initial_run(change, made):
     assert [row["step"] for row in metrics(made / "runs" / f"from {change}")] == [1, 2, 3]
 
 
+def test_log_model_refuses_unexportable_initial_model(made):
+    words = "--model.mlp relu2 --steps 2 --evaluation.every 0 --name relu2"
+    train(*TINY_STORIES, *words.split(), "--out_dir", made / "runs")
+    command = arguments(made, "--init_from", made / "runs" / "relu2", "--name", "logged")
+    refused = train(*command, "--tracking.log_model", "true", exit_code=2)
+    assert "tracking.log_model: true" in refused.stderr and "model.mlp is relu2" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
