@@ -1,7 +1,7 @@
 """The settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`.
 
-Those of the model are in model/config.py. A run without `--config` does not have all of these defaults, because
-config/parser.py then reads configs/stories.yaml.
+The settings of the model are in model/config.py. Without `--config`, config/parser.py reads configs/stories.yaml, which
+overrides some of these defaults.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List path, mix, hash, packing and facts if the source does not use them, and a missing corpus.
+        """List path, mix, hash, packing and facts if given for a source that does not use them, and a missing corpus.
 
         Other settings that it does not use, such as num_samples with text, are ignored. The sources are named one by
         one, so that a source that a fork adds may use any setting.
@@ -308,8 +308,8 @@ class TrainConfig(Settings):
 
     init_from: str | None = None
     """Model whose weights a new run starts from, for example to fine-tune it: a run, a checkpoint, a folder in
-    transformers' format (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. It has
-    the settings of that model; of `model` only dropout may be given another value. null: random weights."""
+    transformers' format (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. The
+    settings in `model` are those of that model; only dropout may be given another value. null: random weights."""
 
     init_hash: str | None = None
     """Hash that the weights of init_from must have. null: filled in when the run first starts, so that the run cannot
@@ -327,11 +327,10 @@ class TrainConfig(Settings):
     """Launch the forward and backward of each micro-batch as one CUDA graph: faster where a GPU runs the kernels of a
     small model faster than the CPU launches them. Without `exact`, several processes sum the gradients by one
     all-reduce, without DDP. Cannot be combined with FSDP2 or `activation_checkpointing`. null: the run tries a graph in
-    a child process, and uses it if its gradients agree with those without it: bitwise with `exact`; otherwise they may
-    differ by twice as much as repeated gradients without a graph differ from each other. The first lines of output say
-    what the trial found. It tries only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000
-    micro-batches for each process left to train. true: an impossible graph is an error. It has been tested on an
-    emulated GPU only."""
+    a child process, and uses it if the gradients with and without it agree: bitwise with `exact`, otherwise up to twice
+    the difference between repetitions without a graph. The first lines of output say what the trial found. It tries
+    only on an NVIDIA GPU, with fewer than 50 million parameters and at least 2,000 micro-batches for each process left
+    to train. true: an impossible graph is an error. It has been tested on an emulated GPU only."""
 
     tf32: bool = False
     """On an NVIDIA GPU, multiply float32 matrices in TF32. This is several times faster, but rounds the inputs to a

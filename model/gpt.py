@@ -35,8 +35,8 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
     """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv:2104.09864) at `positions` [..., T].
 
     Both are float32 [..., T, D]. Dimensions i and i + D/2 form a pair (as in transformers), which is rotated by
-    position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. If they were a buffer, it would
-    be cast by model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
+    position / theta^(2i/D). The tables are recomputed in every forward, which is cheap. A buffer would be cast by
+    model.bfloat16(), uninitialised after construction on the meta device, and broadcast by DDP.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim  # [D/2]
     frequencies = 1.0 / theta**exponents  # [D/2]
@@ -218,11 +218,10 @@ class GPTModel(GenerativeModel):
         windows: the window of sliding-window attention of each block; None: full attention.
         predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
             fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
-            position is its own label, and whatever needs next-token predictions is left out or refused. Left out are
-            perplexity, entropy, excess loss, bits per byte and bytes, the corpus's `score_logits`, evaluate.py's loss
-            at each position, the texts that are sampled during training, and verify.py's checks of the KV cache, of the
-            masks and against transformers. Refused are `stream` and `generate` of the model, export.py,
-            `tracking.log_model`, a teacher from transformers, and tools.experiment.
+            position is its own label. Evaluations omit perplexity, entropy, excess loss, bits per byte, bytes, the
+            corpus's `score_logits` and evaluate.py's loss at each position. Training samples no texts. verify.py omits
+            its checks of the KV cache, of the masks and against transformers. `stream` and `generate` of the model,
+            export.py, `tracking.log_model`, a teacher from transformers and tools.experiment are refused.
 
     Raises:
         ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
@@ -278,8 +277,8 @@ class GPTModel(GenerativeModel):
 
         The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
-        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). A layer that a fork adds is initialised like the row with its
-        name; an nn.Linear or nn.Embedding of another name with std 0.02. Parameters of other modules keep the values
+        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). An nn.Linear or nn.Embedding that a fork adds is initialised
+        like the row with its name, or with std 0.02 under another name. Parameters of other modules keep the values
         that their module gave them. Random ones come from torch's global generator, so they depend on the layers that
         were built before.
         """
