@@ -105,6 +105,9 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
     if not is_locked:
         raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
     start = choose_starting_point(run, config, facts)
+    parent = None  # of a branch that starts now
+    if start.checkpoint and start.checkpoint.parent != run.checkpoints:
+        parent = Run(start.checkpoint.resolve().parent.parent)
 
     # Compare the contents of corpora whose files have been written since the last session.
     corpora = [Path(corpus).expanduser() for corpus in config.data.corpora if config.data.source == "text"]
@@ -112,12 +115,12 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         from data.integrity import hash_validation_text, stamp_files, verify  # imports pyarrow
 
         facts |= {"validation_text": hash_validation_text(corpora), "corpus_stamp": stamp_files(corpora)}
-        earlier = run.sessions()
-        if not earlier and start.checkpoint:  # a new branch: those of its parent that read the same corpus
-            parent = Run(start.checkpoint.resolve().parent.parent).sessions()
-            earlier = [row for row in parent if row.config and row.config["data"].get("hash") == config.data.hash]
+        earlier, name = run.sessions(), "this run"
+        if parent and not earlier:  # a new branch: the sessions of its parent that read the same corpus
+            rows, name = parent.sessions(), str(parent.path)
+            earlier = [row for row in rows if row.config and row.config["data"].get("hash") == config.data.hash]
         if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in earlier[-1:]):
-            print("The corpus was modified since the last start of this run; comparing the contents of its files ...")
+            print(f"The corpus was modified since the last start of {name}; comparing the contents of its files ...")
             for corpus in corpora:
                 verify(corpus)
 
@@ -145,9 +148,9 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         patch_name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
         write_atomically(run.path / patch_name, changes + "\n")
     row = {"step": start.step, **facts, "config": settings_to_store(config), "uncommitted_changes": patch_name}
-    if start.checkpoint and start.checkpoint.parent != run.checkpoints:  # the run is a branch
-        parent, digest = start.checkpoint.resolve().parent.parent, start.metrics.get("state/digest")
-        row["branched_from"] = asdict(Branch(str(parent), start.step, digest, start.tokens))
+    if parent:
+        branch = Branch(str(parent.path), start.step, start.metrics.get("state/digest"), start.tokens)
+        row["branched_from"] = asdict(branch)
     with open(run.path / "sessions.jsonl", "a", opener=open_no_link) as file:
         file.write(json.dumps(row) + "\n")
     run.write_status(Status("running", start.step))

@@ -671,6 +671,7 @@ def test_branch_compares_contents_of_modified_files(corpus, folder, runs):
     assert "modified" not in train_text(folder, runs, *branch, "--name", "same").stdout
     flip(file := find_file(corpus), 100)
     done = train_text(folder, runs, *branch, "--name", "other", exit_code=2)
+    assert f"The corpus was modified since the last start of {runs / 'run'}; comparing" in done.stdout
     assert f"train/{file.name}: it has another content than data.prepare wrote" in done.stderr
 
 
