@@ -177,10 +177,7 @@ def train(config: ConfirmConfig, runs: Runs, missing: list[tuple[float, Variant,
         nonlocal text
         if not text and (text := describe_time(runs, missing, baseline)):
             print(f"confirm: {len(missing)} runs, {text}", file=sys.stderr)
-        elapsed = time.monotonic() - start_time
-        if config.minutes and elapsed + max(runs.durations, default=0) > 60 * config.minutes:
-            return None
-        return todo.pop(0) if todo else None
+        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes) else None
 
     runs.train(next_run)
 

@@ -385,10 +385,7 @@ class Race:
         limit: float = self.config.runs or math.inf
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS
-        if self.num_runs() >= limit:
-            return True
-        elapsed = time.monotonic() - self.start_time
-        return bool(self.config.minutes) and elapsed + max(self.runs.durations, default=0) > 60 * self.config.minutes
+        return self.num_runs() >= limit or self.runs.is_time_spent(self.start_time, self.config.minutes)
 
     def compute_multiplier(self) -> list[float] | None:
         """Return how many times its steps the baseline would need for the loss of what was found, with its interval."""

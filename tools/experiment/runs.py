@@ -125,6 +125,11 @@ class Runs:
         """Return whether a run has ended with a loss or a failure."""
         return name in self.results and not self.results[name].is_stopped
 
+    def is_time_spent(self, start_time: float, minutes: float | None) -> bool:
+        """Return whether a run, judging by the longest one so far, would end more than `minutes` after a start."""
+        elapsed = time.monotonic() - start_time
+        return minutes is not None and elapsed + max(self.durations, default=0) > 60 * minutes
+
     # Equal costs
 
     def equalize(self, variant: Variant, equal: str) -> Variant:
