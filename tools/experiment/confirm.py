@@ -156,8 +156,8 @@ def missing_runs(
 
 def describe_time(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> str:
     """Return how long runs will take, by the FLOPs of each and the time of those that have ended; "" if none has."""
-    flops = {variant.digest: size * variant.cost.flops for size, variant, _ in missing}
-    flops[baseline.digest] = baseline.cost.flops
+    flops = {variant.digest: size * variant.flops for size, variant, _ in missing}
+    flops[baseline.digest] = baseline.flops
     ended = [run for run in runs.results.values() if run.digest_of_variant in flops and not run.failure]
     speeds = [run.seconds / flops[run.digest_of_variant] for run in ended if run.seconds and not run.is_stopped]
     if not speeds:

@@ -274,7 +274,7 @@ class Race:
         # Of the race, not of the round: so what a race finds is within the limits.
         limits = {"parameters": self.config.max_parameters, "flops": self.config.max_flops}
         for name, limit in limits.items():
-            ratio = getattr(variant.cost, name) / getattr(baseline.cost, name)
+            ratio = getattr(variant, name) / getattr(baseline, name)
             if limit and ratio > limit:
                 return f"has {ratio:.3f} times the {name} of the baseline; --max_{name} is {limit:g}"
         return ""
@@ -307,18 +307,15 @@ class Race:
             return
         needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
         if self.config.runs and self.num_runs() >= self.config.runs:
-            print(
-                f"runs: {self.config.runs} are too few for an estimate; `better` needs at least {needed}. Run the same "
-                "command with more --runs to resume.",
-                file=sys.stderr,
-            )
+            problem, change = f"runs: {self.config.runs} are too few for an estimate", "with more --runs"
         elif self.config.minutes and self.runs.durations:
             seconds = sum(self.runs.durations) / len(self.runs.durations)
-            print(
-                f"minutes: {self.config.minutes:g} were enough for {len(self.runs.durations)} runs, which took "
-                f"{seconds:.0f} s each; `better` needs at least {needed}. Run the same command again to resume.",
-                file=sys.stderr,
-            )
+            spent = f"{len(self.runs.durations)} runs, which took {seconds:.0f} s each"
+            problem, change = f"minutes: {self.config.minutes:g} were enough for {spent}", "again"
+        else:
+            return
+        advice = f"`better` needs at least {needed}. Run the same command {change} to resume."
+        print(f"{problem}; {advice}", file=sys.stderr)
 
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""

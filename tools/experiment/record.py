@@ -76,6 +76,5 @@ class Record:
 
 def describe(variant: Variant) -> dict[str, Any]:
     """Return what a report must know of a variant."""
-    cost = {"parameters": variant.cost.parameters, "flops": variant.cost.flops}
-    cost |= {"steps": variant.cost.steps, "tokens": variant.cost.tokens}
-    return {"digest": variant.digest, **cost, "warnings": list(variant.warnings)}
+    costs = {name: getattr(variant, name) for name in ("parameters", "flops", "steps", "tokens")}
+    return {"digest": variant.digest, **costs, "warnings": list(variant.warnings)}

@@ -23,7 +23,6 @@ from tools.experiment.change import ROOT
 from tools.experiment.variant import (
     Variant,
     delivered_file,
-    global_batch_size,
     last_error,
     run_program,
     scale_steps,
@@ -139,9 +138,9 @@ class Runs:
             RunError: a run that would measure its seconds fails.
         """
         if equal == "flops":
-            return scale_steps(variant, self.baseline.cost.flops / variant.cost.flops)
+            return scale_steps(variant, self.baseline.flops / variant.flops)
         if equal == "seconds":
-            seconds = [self._seconds_a_step(one) * one.cost.steps for one in (self.baseline, variant)]
+            seconds = [self._seconds_a_step(one) * one.steps for one in (self.baseline, variant)]
             return scale_steps(variant, seconds[0] / seconds[1])
         return variant
 
@@ -150,10 +149,10 @@ class Runs:
 
         They are trained once, so that the steps of a variant stay the same, and while nothing else trains.
         """
-        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.cost.steps))]
+        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.steps))]
         seconds = []
         for number in steps:
-            short = scale_steps(variant, number / variant.cost.steps)
+            short = scale_steps(variant, number / variant.steps)
             job = short.changed({"steps": number, "evaluation.num_samples": 2}).job(self.folder, TIMING_SEED)
             job, name = replace(job, restart=True), job.run.path.name
             if not self.is_known(name):
@@ -266,12 +265,9 @@ class Runs:
             self.results[result.run] = result
             if not result.is_stopped:
                 shutil.rmtree(self.folder / "runs" / result.run / "checkpoints", ignore_errors=True)
-            if variant := self.pending.pop(result.run, None):
-                print(self._describe(result, *variant), file=sys.stderr)
-
-    def _describe(self, result: Result, variant: Variant, seed: int) -> str:
-        ended = result.failure or (f"loss {result.loss:.4f}" if result.loss is not None else "stopped")
-        return f"[run {len(self.results)}] {self.label(variant, seed)}: {ended}"
+            if planned := self.pending.pop(result.run, None):
+                ended = result.failure or (f"loss {result.loss:.4f}" if result.loss is not None else "stopped")
+                print(f"[run {len(self.results)}] {self.label(*planned)}: {ended}", file=sys.stderr)
 
     def label(self, variant: Variant, seed: int) -> str:
         """Name a run for a reader: what it changes of the baseline, and its seed."""
@@ -324,8 +320,7 @@ class Runs:
             for name, value in variant.settings.items()
             if name in baseline and value is not None and (name in BATCH_SETTINGS or name.startswith("data."))
         }
-        batch_size = global_batch_size(variant.settings, variant.launch)
-        settings |= {"seed": seed, "global_batch_size": batch_size, "data.hash": None}
+        settings |= {"seed": seed, "global_batch_size": variant.global_batch_size, "data.hash": None}
         manifests = {str(file): sha256(file) for file in sorted(job.run.checkpoints.glob("step-*/manifest.json"))}
         return {
             "code": str(variant.code),

@@ -48,25 +48,6 @@ PROGRAM = Path(__file__).with_name("variant_program.py")
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a run of a variant costs, from its settings and its model, before anything is trained.
-
-    What a changed loop computes besides, such as a second forward of each batch, is in the seconds of its runs alone.
-    """
-
-    parameters: int
-    flops_per_token: float
-    """Of the matrix products in a forward and backward."""
-    steps: int
-    tokens: int
-    """That the loader of the baseline delivers, with padding."""
-
-    @property
-    def flops(self) -> float:
-        return self.tokens * self.flops_per_token
-
-
-@dataclass(frozen=True)
 class Variant:
     """Code, launch and settings of runs."""
 
@@ -80,7 +61,9 @@ class Variant:
     """Settings that are given to train.py, by `section.name`; the others have the defaults of its code."""
     settings: dict[str, Any]
     """All settings, as its code resolves them."""
-    cost: Cost
+    parameters: int
+    flops_per_token: float
+    """Of the matrix products in a forward and backward of its model."""
     inputs: tuple[str, ...] = ()
     """Hashes of the corpora and of the initial weights."""
     warnings: tuple[str, ...] = ()
@@ -92,9 +75,28 @@ class Variant:
 
     def changed(self, settings: dict[str, Any]) -> "Variant":
         """Return the variant with other values of settings."""
-        changed = replace(self, given=self.given | settings, settings=self.settings | settings)
-        tokens = count_tokens(changed.settings, self.launch)
-        return replace(changed, cost=replace(self.cost, steps=changed.settings["steps"], tokens=tokens))
+        return replace(self, given=self.given | settings, settings=self.settings | settings)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run."""
+        return self.settings["steps"]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of a step after a batch-size warm-up; a null setting is one micro-batch for each process."""
+        return self.settings["global_batch_size"] or self.settings["micro_batch_size"] * (self.launch.processes or 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the loader of the baseline delivers in a run, with padding."""
+        sizes = BatchSizes.from_settings(self.settings | {"global_batch_size": self.global_batch_size})
+        return sizes.tokens_before(self.steps, self.settings["seq_len"])
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one forward and backward of these tokens; a second one is in the seconds of the runs alone."""
+        return self.tokens * self.flops_per_token
 
     @cached_property
     def digest(self) -> str:
@@ -116,7 +118,7 @@ class Variant:
         words += ["--name", run.path.name, "--out_dir", str(run.path.parent)]
         if self.changes_code:  # what worker processes read would not be recorded
             words += ["--data.num_workers", "0"]
-        return Job(run, self.settings["steps"], (*self.launch.command, *program, *words))
+        return Job(run, self.steps, (*self.launch.command, *program, *words))
 
 
 def delivered_file(run: Run) -> Path:
@@ -196,10 +198,9 @@ class Recipe:
                 variants[index] = RunError(f"does not start: {answer['crash']}")
             else:
                 settings = answer["settings"]
-                tokens = count_tokens(settings, self.launch)
-                cost = Cost(answer["parameters"], answer["flops_per_token"], settings["steps"], tokens)
-                inputs, warnings = input_hashes(settings), tuple(answer["warnings"] if changes_code else ())
-                facts = own_hash, changes_code, self.launch, given, settings, cost, inputs, warnings
+                cost, inputs = (answer["parameters"], answer["flops_per_token"]), input_hashes(settings)
+                warnings = tuple(answer["warnings"] if changes_code else ())
+                facts = own_hash, changes_code, self.launch, given, settings, *cost, inputs, warnings
                 variants[index] = Variant(code, *facts, answer["validation_rows"])
         return variants
 
@@ -251,17 +252,6 @@ def read_config(name: str, code: Path, config_files: dict[Path, str]) -> dict[st
     if not isinstance(settings, dict):
         raise ConfigError(f"config: {name}: no line has the form `setting: value`")
     return flat_settings(settings)
-
-
-def global_batch_size(settings: dict[str, Any], launch: Launch) -> int:
-    """Return the sequences of a step; null is one micro-batch for each process."""
-    return settings["global_batch_size"] or settings["micro_batch_size"] * (launch.processes or 1)
-
-
-def count_tokens(settings: dict[str, Any], launch: Launch) -> int:
-    """Return the tokens of a run, by the sizes of its batches."""
-    sizes = BatchSizes.from_settings(settings | {"global_batch_size": global_batch_size(settings, launch)})
-    return sizes.tokens_before(settings["steps"], settings["seq_len"])
 
 
 def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,6 @@ from tests.conftest import ROOT, TINY_STORIES
 from tools.experiment import variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
-    Cost,
     Recipe,
     Variant,
     check_targets,
@@ -30,8 +29,7 @@ ONE_PROCESS = Launch()
 
 
 def make_variant(launch=ONE_PROCESS, **changes):
-    cost = Cost(1000, 6000.0, 400, 400 * 4 * 8.0)
-    return Variant(ROOT, "a", False, launch, {}, SETTINGS, cost, ("a",)).changed(changes)
+    return Variant(ROOT, "a", False, launch, {}, SETTINGS, 1000, 6000.0, ("a",)).changed(changes)
 
 
 # Digests
@@ -103,7 +101,7 @@ def test_variants_of_one_code_are_resolved_together_and_each_has_its_result(expe
     assert isinstance(wrong, ConfigError) and str(wrong) == "--model.nope is not a setting; --help lists all"
     assert isinstance(crash, RunError) and "does not start: ValueError" in str(crash)
     assert isinstance(conflict, ConfigError) and "git apply fails" in str(conflict)
-    assert both.settings["model.effect_one"] == 0.7 and baseline.cost == Cost(1000, 6000, 60, 480)
+    assert both.settings["model.effect_one"] == 0.7 and (baseline.tokens, baseline.flops) == (480, 480 * 6000)
     assert [one.changes_code for one in (baseline, short, patched, changed)] == [False, False, True, True]
     assert baseline.code_hash == short.code_hash and len({one.code_hash for one in (short, patched, changed)}) == 3
 
@@ -111,13 +109,13 @@ def test_variants_of_one_code_are_resolved_together_and_each_has_its_result(expe
 def test_tokens_of_a_run_count_all_processes():
     """An unset global batch is a micro-batch of each."""
     variant = make_variant(Launch(processes=2), global_batch_size=None)
-    assert variant.cost.tokens == 400 * 2 * 4 * 8 and variant.cost.flops == variant.cost.tokens * 6000
+    assert variant.tokens == 400 * 2 * 4 * 8 and variant.flops == variant.tokens * 6000
 
 
 def test_tokens_of_a_run_count_the_smaller_batches_of_a_warmup():
     """Two sequences in each of the first 100 steps, then four."""
     warmup = {"schedule.batch_warmup_from": 2, "schedule.batch_warmup_steps": 100}
-    assert make_variant(**warmup).cost.tokens == (100 * 2 + 300 * 4) * 8
+    assert make_variant(**warmup).tokens == (100 * 2 + 300 * 4) * 8
 
 
 def test_given_settings(tmp_path):
@@ -182,7 +180,7 @@ def test_scale_steps_scales_schedule_samples_and_tokens():
     longer = scale_steps(variant, 2.5)
     names = ("steps", "schedule.warmup_steps", "schedule.decay_steps", "data.num_samples")
     assert [longer.settings[name] for name in names] == [longer.given[name] for name in names] == [1000, 100, 200, 2500]
-    assert longer.cost.tokens == 2.5 * variant.cost.tokens and longer.cost.steps == 1000
+    assert longer.tokens == 2.5 * variant.tokens and longer.steps == 1000
     assert "data.num_samples" not in scale_steps(make_variant(), 2.5).given, "a text has as many as it has"
     assert scale_steps(variant, 1) == variant
 
