@@ -151,30 +151,28 @@ class Recipe:
         one code are resolved by one process.
         """
         stacks = [tuple(stack) for stack in stacks]
-        found: list[Variant | ConfigError | RunError | None] = [None] * len(stacks)
+        found: dict[int, Variant | ConfigError | RunError] = {}
         requests: dict[Path, dict[int, dict[str, Any]]] = {}
         for index, stack in enumerate(stacks):
             try:
                 code = self.checkouts.folder(change.merge(self.commit, stack))
                 words = [*self.words, *chain.from_iterable(idea.settings for idea in stack)]
-                requests.setdefault(code, {})[index] = given_settings(words, code, self.config_files) | dict(
-                    self.settings
-                )
+                given = given_settings(words, code, self.config_files) | dict(self.settings)
+                requests.setdefault(code, {})[index] = given
             except ConfigError as error:
                 found[index] = error
         with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
             for resolved in pool.map(self._resolve, requests, requests.values()):
-                found = [resolved.get(index, variant) for index, variant in enumerate(found)]
-        assert all(variant is not None for variant in found), "each has a result"
-        names = [" + ".join(filter(None, (idea.code_name for idea in stack))) for stack in stacks]
-        return [
-            replace(variant, code_name=name) if isinstance(variant, Variant) else variant
-            for variant, name in zip(found, names, strict=True)
-        ]  # pyright: ignore[reportReturnType]
+                found |= resolved
+        for index, stack in enumerate(stacks):
+            if isinstance(variant := found[index], Variant):
+                name = " + ".join(filter(None, (idea.code_name for idea in stack)))
+                found[index] = replace(variant, code_name=name)
+        return [found[index] for index in range(len(stacks))]
 
-    def variant(self, ideas: Sequence[Idea] = ()) -> Variant:
-        """Return the variant with ideas; raise the errors of `variants`."""
-        [variant] = self.variants([ideas])
+    def variant(self) -> Variant:
+        """Return the baseline; raise the errors of `variants`."""
+        [variant] = self.variants([()])
         if isinstance(variant, Exception):
             raise variant
         return variant
