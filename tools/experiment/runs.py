@@ -240,6 +240,8 @@ class Runs:
             print(f"{job.run.path}: {message}", file=sys.stderr)
             if self._killed[name] < MAX_KILLED:
                 del self.pending[name]  # it is planned again
+                if outcome == "failed" and job.is_finished():
+                    del self.jobs.outcomes[job]  # it was killed after its last step, so it is not started again
                 return False
         self._keep([self._spent(job, failure=message)])
         return False

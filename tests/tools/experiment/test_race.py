@@ -1,6 +1,7 @@
 """A race, from outside: what it finds, how it resumes and grows, what it costs, and what it refuses."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -501,18 +502,28 @@ def test_equal_flops_scales_steps_and_schedule(experiments):
 
 def test_equal_seconds_scales_steps_and_resumes(experiments, monkeypatch):
     """An idea of twice the seconds a step; the schedule of the second command is that of the first."""
+    wait4 = os.wait4
+
+    def usage_by_steps(process, options):
+        process, status, usage = wait4(process, options)
+        return process, status, SimpleNamespace(ru_utime=seconds(process), ru_stime=0.0) if process else usage
+
+    def seconds(process):
+        return float((experiments.lab / f"seconds-{process}").read_text())
+
     monkeypatch.setattr(runner, "visible_gpus", lambda: [])
+    monkeypatch.setattr(runner.os, "wait4", usage_by_steps)
     file = experiments.lab / "ideas.txt"
     file.write_text("--model.x true\n")
     more = f"--model.x true\n{B}\n"
     experiments.hook(
-        "import time\nend = time.process_time() + 0.004 * settings['steps'] * (1 + settings['model.x'])\n"
-        "while settings['evaluation.num_samples'] == 2 and time.process_time() < end:\n    pass\n"
+        "with open(f'{lab}/seconds-{os.getpid()}', 'w') as file:\n"
+        "    print(3 + 0.004 * settings['steps'] * (1 + settings['model.x']), file=file)\n"
         f"if settings['seed'] == 3:\n    open({str(file)!r}, 'w').write({more!r})"
     )
     result = experiments.race(str(file), equal="seconds")
     first = by_idea(result, "steps")
-    assert first["--model.x true"] == pytest.approx(0.5, abs=0.15) and first[B] == pytest.approx(1, abs=0.3)
+    assert first == {"--model.x true": pytest.approx(0.5), B: pytest.approx(1)}
     assert result["failed"] == 0 and result["stack"] == [B]
     assert experiments.race(str(file), equal="seconds") == result and not experiments.started()
 

@@ -36,6 +36,13 @@ def test_killed_run_is_trained_again(code, experiments):
     assert next(one for one in results(experiments) if one["run"] == name)["sessions"] == MAX_KILLED
 
 
+def test_run_that_is_killed_after_its_end_counts(experiments):
+    experiments.hook("import atexit\natexit.register(os.kill, os.getpid(), 9)")
+    result = experiments.race(A, runs=8, jobs=1)
+    assert result["failed"] == 0 and [idea["verdict"] for idea in result["ideas"]] == ["better"]
+    assert len(set(experiments.started())) == len(experiments.started()) == 8
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
