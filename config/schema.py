@@ -73,7 +73,7 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List path, mix, hash, packing and facts if given for a source that does not use them, and a missing corpus.
+        """List path, mix, hash, packing and facts of another source, and text with none or both of path and mix.
 
         Other settings that it does not use, such as num_samples with text, are ignored. The sources are named one by
         one, so that a source that a fork adds may use any setting.
@@ -445,7 +445,7 @@ class TrainConfig(Settings):
             if size is not None and size % sequences_at_once:
                 message = (
                     f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
-                    f"{num_processes} = {sequences_at_once}; the nearest that work: {_nearest(size, sequences_at_once)}"
+                    f"{num_processes} = {sequences_at_once}; the nearest multiples: {_nearest(size, sequences_at_once)}"
                 )
                 micro_batches, rest = divmod(size, self.micro_batch_size)
                 if not rest:  # another number of processes can split it
@@ -492,7 +492,7 @@ class TrainConfig(Settings):
         elif full is not None and full % smallest:
             yield (
                 f"global_batch_size: {full} is not a multiple of schedule.batch_warmup_from: {smallest}, by which the "
-                f"batch grows; the nearest that work: {_nearest(full, smallest)}"
+                f"batch grows; the nearest multiples: {_nearest(full, smallest)}"
             )
 
     def _other_problems(self) -> Iterator[str]:

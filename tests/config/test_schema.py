@@ -264,7 +264,7 @@ def test_exit_code_2_one_message_nothing_written(runs):
 def test_two_processes_print_one_message(runs):
     wrong = [*RANDOM_TOKENS, "--global_batch_size", "20", "--out_dir", runs]
     done = train(*wrong, processes=2, exit_code=1)
-    assert (done.stdout + done.stderr).count("the nearest that work: 16 or 32") == 1
+    assert (done.stdout + done.stderr).count("the nearest multiples: 16 or 32") == 1
     assert not runs.exists()
 
 
