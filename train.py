@@ -79,7 +79,7 @@ def main(config: TrainConfig) -> None:
             the data or all checkpoints are damaged.
         RunError: the run cannot continue, for example because the loss is NaN, the processes' states differ, or a
             checkpoint cannot be written.
-        Preempted: a signal, the end of the launcher or `stop_after` stopped the run, after saving a checkpoint.
+        Preempted: a signal, `stop_after` or the death of the launcher stopped the run, after saving a checkpoint.
     """
     run = Run.from_config(config)
     # On exit, write to status.json how the session ended: finished, preempted or failed. A session writes nothing if it
@@ -153,8 +153,8 @@ def train(
         timeout_seconds=config.timeout_seconds / 2,  # fail before the collectives of the other processes time out
     )
 
-    # The number of training tokens is that of the checkpoint plus those of the steps since then. It cannot be computed
-    # from the step alone, because the global batches of a branch's parent may have had other sizes.
+    # `since` is the step and the number of training tokens of the checkpoint. That number cannot be computed from the
+    # step, because the global batches of a branch's parent may have had other sizes.
     throughput = Throughput(
         batch_sizes=global_batches.sizes,
         seq_len=config.seq_len,
@@ -226,8 +226,8 @@ def train(
                 save_now = True
                 stop_now = completed < config.steps  # the last step ends the run anyway
 
-            # Hash the weights and the optimizer's state, for which the host waits for the device. Logs and checkpoints
-            # keep the hash, which shows whether two runs are the same. The processes compare their hashes every
+            # Hash the weights and the optimizer's state; the host waits for the device here. Logs and checkpoints keep
+            # the hash, which shows whether two runs are the same. The processes compare their hashes every
             # `check_replicas_every` steps and, unless that is 0, before a checkpoint.
             metrics = {}  # of this step
             check_every = config.check_replicas_every
@@ -256,8 +256,8 @@ def train(
                     if math.isfinite(metrics.get("val/loss", 0.0)):  # NaN probabilities cannot be sampled from
                         metrics |= sample_texts(state.model, corpus, config, accelerator, completed, reporter.log_texts)
 
-            # Log the metrics, if there are any, and save: in the background, unless `checkpoint.asynchronous` is false.
-            # The last checkpoint must be complete before the run ends.
+            # Log the metrics, if there are any. Save in the background, unless `checkpoint.asynchronous` is false. The
+            # last checkpoint must be complete before the run ends.
             reporter.log(completed, metrics)
             if save_now:
                 tokens = global_batches.sizes.tokens(completed, config.seq_len, since=(start.step, start.tokens))
@@ -265,7 +265,9 @@ def train(
             if stop_now or completed == config.steps:
                 saver.wait(must_succeed=True)
             if stop_now:
-                raise Preempted(f"stopped after step {completed}; run the same command again to resume")
+                raise Preempted(
+                    f"stopped after step {completed}; run the same command again to resume (without --resume never)"
+                )
             if eval_now or save_now:
                 throughput.restart(completed)  # excludes the time of the evaluation and of the save
 
@@ -297,8 +299,8 @@ def train_step(
     apply_schedules(state.optimizer, state.network, config, step)
 
     # Count the local target tokens, and start the all-reduce that adds up the counts of all processes. It overlaps the
-    # first forward, unless that is a CUDA graph, which waits for it first. `results.num_processes` may be less than in
-    # the launch: to check DDP, verify.py also calls train_step on each process alone, with `results.num_processes` 1.
+    # first forward, but a CUDA graph waits for it first. `results.num_processes` may be less than in the launch: to
+    # check DDP, verify.py also calls train_step on each process alone, with `results.num_processes` 1.
     predicts_next_token = state.network.predicts_next_token
     num_targets = torch.stack([count_targets(batch["labels"], predicts_next_token) for batch in micro_batches]).sum()
     all_reduce = dist.all_reduce(num_targets, async_op=True) if results.num_processes > 1 else None
@@ -355,7 +357,7 @@ def forward_backward(
     """Add the gradients of a micro-batch, times `grad_scale`, to `.grad`.
 
     Args:
-        state: the model, and how Accelerate runs the backward.
+        state: has the model and the accelerator.
         batch: the micro-batch.
         num_targets: the number of target tokens in the global batch, 0-dim, once `all_reduce` is complete.
         grad_scale: factor of the gradients.
@@ -433,8 +435,8 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
 def build_for_trial(config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
     """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
 
-    The trial captures a graph of the first micro-batch and checks the gradients that it computes of the second one. If
-    step `step` has only one micro-batch, the second one is from the next step.
+    The trial captures a graph of the first micro-batch and checks the gradients that the graph computes for the second.
+    If step `step` has only one micro-batch, the second one is from the next step.
     """
     run = Run.from_config(config)
     config, corpus, models = resolve(config.replace(cuda_graph=True), run)

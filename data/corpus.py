@@ -64,7 +64,7 @@ class Corpus:
     end_of_text: int | None = None
     """Id of the token that separates texts, from which generation starts; None: the tokenizer's <|endoftext|>."""
     describe_text: Callable[[str], str] | None = None
-    """Generated text -> a remark that is logged with the text, such as whether it is valid, and its log-probability."""
+    """Generated text -> a remark that is logged with the text, such as its log-probability, or that it is not valid."""
     has_conversations: bool = False
     """Whether a corpus has conversations, of which only the answers are targets."""
     packing_note: str = ""

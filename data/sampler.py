@@ -3,8 +3,8 @@
 A run reads one long stream of samples: epoch after epoch, and in each epoch every sample once, in another order. (In a
 mixture each corpus has epochs of its own.) A position is an index in this stream, from 0. Global batch s has the
 next `BatchSizes.size(s)` positions, and `GlobalBatches.at` maps positions to indices of samples in the dataset. Any
-step can be computed without the steps before it, so a resumed run needs no sampler state. A branch begins where its own
-batch sizes put its first step: if they are not those of its parent, it skips samples or repeats some.
+step can be computed without the steps before it, so a resumed run needs no sampler state. A branch computes its
+positions with its own batch sizes: if its parent had others, it skips or repeats samples.
 
 To train in another order, such as a curriculum, edit `GlobalBatches.at` (for data.mix, `MixedBatches.at`). The last
 three functions of this file compute the default: a random permutation of each epoch that is never stored.

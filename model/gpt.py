@@ -278,9 +278,9 @@ class GPTModel(GenerativeModel):
         The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
         (Zhang et al. 2019, "Fixup", arXiv:1901.09321). An nn.Linear or nn.Embedding that a fork adds is initialised
-        like the row with its name, or with std 0.02 under another name. Parameters of other modules keep the values
-        that their module gave them. Random ones come from torch's global generator, so they depend on the layers that
-        were built before.
+        as the row with its name says; under a name that is not in the table, with std 0.02. Parameters of other modules
+        keep the values that their module gave them. Random ones come from torch's global generator, so they depend on
+        the layers that were built before.
         """
         for path, module in self.named_modules():
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -317,7 +317,8 @@ class GPTModel(GenerativeModel):
         Args:
             input_ids: tokens, int64 [B, T].
             attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
-                shifts the tokens. Omit it if there is no padding, because the host waits for the GPU to look for 0s.
+                shifts the positions of the tokens. Omit the mask if there is no padding, because the host waits for the
+                GPU to look for 0s.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here, unless `predicts_next_token` is
                 False); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
@@ -399,7 +400,7 @@ class GPTModel(GenerativeModel):
         """Count the parameters that are multiplied with every token, for FLOPs and scaling laws.
 
         Embedding tables do not count, because they are only looked up. All other parameters do: the weights of matrix
-        products, with the output projection even if it is tied to the embedding, and the norms and biases, which are
+        products, including an output projection that is tied to the embedding, and the norms and biases, which are
         negligible. A layer that is registered under several names counts once per name: the forward runs it as often.
         """
         layers = [
