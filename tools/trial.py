@@ -1,6 +1,6 @@
 """Kill, resume and verify a fork: python -m tools.trial [--verify_steps N] [--base COMMIT] [SETTINGS]... (make trial).
 
-1. Train 20 steps on two processes without a stop.
+1. Train 20 steps on two CPU processes without a stop.
 2. Train them again, kill both processes half-way and resume. This must give the same metrics and the same digest of
    all weights and moments.
 3. Run verify.py.
@@ -72,16 +72,18 @@ def read_rows(run: Path) -> list[dict]:
 
 
 def start_ranks(script: str, arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """Start a script on two processes, with the environment that torchrun would give them."""
+    """Start a script on two CPU processes, with the environment that torchrun would give them."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Two processes need two GPUs, and on GPUs a resumed run may have other bits.
+    world |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, script, *arguments],
             cwd=ROOT,
-            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

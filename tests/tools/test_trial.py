@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from distributed.launch_checks import device_problems
 from tests.conftest import ROOT
 from tools import trial
 from tools.experiment import change
@@ -53,6 +54,18 @@ def test_trial_names_changed_results():
     assert changed_results(before, after) == []
     after["stories"]["state/digest"] = "4"
     assert changed_results(before, after) == ["stories: state/digest is 4, 1 before"]
+
+
+def test_trial_trains_on_cpu_beside_one_gpu(monkeypatch):
+    """A launch of two processes on one GPU is refused."""
+    environments = []
+    monkeypatch.setattr(trial.subprocess, "Popen", lambda *_, env, **__: environments.append(env))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    trial.start_ranks("train.py", [])
+    assert [device_problems(environment) for environment in environments] == [[], []]
 
 
 @pytest.fixture
