@@ -121,13 +121,21 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
 
 def device_problems(environment: Mapping[str, str]) -> list[str]:
     """Return problems with the GPUs: present but unusable, fewer than processes, or without bf16."""
+    processes, num_gpus = int(environment.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if env_flag(environment, "ACCELERATE_USE_CPU") and processes > num_gpus > 0:
+        # Accelerate's barrier allocates on GPU number LOCAL_RANK, even if the processes train on the CPU (until it
+        # passes no `device_ids` to gloo; then test_trial_needs_no_second_gpu passes with ACCELERATE_USE_CPU, too).
+        return [
+            f"ACCELERATE_USE_CPU: {processes} processes on this machine, which has {num_gpus} GPU(s); set "
+            "CUDA_VISIBLE_DEVICES=-1 instead, as accelerate_configs/cpu.yaml does"
+        ]
     if has_hidden_gpus(environment):
         return []
     if not torch.cuda.is_available():
         problem = f"torch {torch.__version__} cannot use the GPU of this machine; to train on the CPU, set "
         return [f"{problem}ACCELERATE_USE_CPU=true"] if glob.glob(NVIDIA_DEVICES) else []
-    problems, num_gpus = [], torch.cuda.device_count()
-    if (processes := int(environment.get("LOCAL_WORLD_SIZE", 1))) > num_gpus:
+    problems = []
+    if processes > num_gpus:
         problems.append(f"num_processes: {processes} on this machine, which has {num_gpus} GPU(s); use one per GPU")
     is_bf16 = environment.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     if is_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):

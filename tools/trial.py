@@ -46,6 +46,8 @@ DEFAULTS = {
     "Qwen3, Muon": f"""{SHORT} --model.position rope --model.norm rmsnorm --model.mlp swiglu --model.n_kv_heads 1
         --model.qk_norm true --model.bias false --optimizer.name muon --chunked_loss true""",
 }
+# On the CPU, also where there are GPUs: two processes would need two of them, and their kernels repeat no bits.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_MIXED_PRECISION": "no"}
 
 
 class TrialError(RunError):
@@ -72,18 +74,16 @@ def read_rows(run: Path) -> list[dict]:
 
 
 def start_ranks(script: str, arguments: list[str]) -> list[subprocess.Popen[str]]:
-    """Start a script on two CPU processes, with the environment that torchrun would give them."""
+    """Start a script on two processes, with the environment that torchrun would give them."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # Two processes need two GPUs, and on GPUs a resumed run may have other bits.
-    world |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, script, *arguments],
             cwd=ROOT,
-            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -138,7 +138,7 @@ def train_at_defaults(folder: Path) -> dict[str, dict]:
     with TemporaryDirectory(prefix="defaults-") as out:
         for number, settings in enumerate(DEFAULTS.values()):
             command = [sys.executable, "train.py", *settings.split(), "--out_dir", out, "--name", str(number)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+            environment = os.environ | ENVIRONMENT | {"PYTHONPATH": ""}
             done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
             if done.returncode:
                 print(done.stderr)

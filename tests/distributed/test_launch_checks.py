@@ -191,7 +191,10 @@ def test_missing_gpus_and_missing_bf16_are_refused(two_old_gpus, monkeypatch):
     few, old = launch_checks.device_problems(launched)
     assert "num_processes: 4 on this machine, which has 2 GPU(s)" in few
     assert "bf16 is emulated by Tesla T4; use fp16" in old
-    assert launch_checks.device_problems(launched | {"ACCELERATE_USE_CPU": "true"}) == []
+    on_cpu = launched | {"ACCELERATE_USE_CPU": "true"}
+    assert launch_checks.device_problems(on_cpu | {"LOCAL_WORLD_SIZE": "2"}) == []
+    (barrier,) = launch_checks.device_problems(on_cpu)
+    assert "ACCELERATE_USE_CPU: 4 processes on this machine, which has 2 GPU(s); set CUDA_VISIBLE_DEVICES=-1" in barrier
     assert launch_checks.device_problems({"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}) == []
     assert launch_checks.device_problems({}) == [], "python train.py starts one process"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)

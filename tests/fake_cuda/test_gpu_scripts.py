@@ -127,6 +127,14 @@ def test_launched_programs_train(tmp_path):
     assert done.returncode == 0 and "2 x NVIDIA H100" in done.stdout, done.stdout + done.stderr
 
 
+def test_trial_needs_no_second_gpu():
+    """It trains its two processes on the CPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.trial"], cwd=ROOT, env=programs(1), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "resumed run: the same metrics" in done.stdout, done.stdout + done.stderr
+
+
 def test_inductor_fuses_block_and_loss(tmp_path):
     """A change that breaks fusion changes these numbers; products and attention alone are not Triton's."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path), "triton==3.9.0"]

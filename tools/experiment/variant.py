@@ -243,7 +243,7 @@ def read_config(name: str, code: Path, config_files: dict[Path, str]) -> dict[st
         if is_in_code and (of_code := code / file.relative_to(change.ROOT)).is_file():
             text = of_code.read_text()
             if is_first and text != config_files[file]:
-                print(f"{name}: its uncommitted changes are in no run", file=sys.stderr)
+                print(f"{name}: its uncommitted changes are in no run, except in those of the idea .", file=sys.stderr)
         settings = read_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: {name}: {getattr(error, 'strerror', None) or error}") from None
