@@ -52,4 +52,4 @@ def lower_thread_priority() -> None:
     """
     if sys.platform == "linux":
         with suppress(OSError):  # background work at normal priority is still correct
-            os.nice(19)
+            os.setpriority(os.PRIO_PROCESS, 0, 19)  # os.nice would add 19 to the present one

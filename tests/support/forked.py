@@ -98,7 +98,7 @@ def become(
     launcher for the script `accelerate`, are forks as well.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
-    os.nice = lambda _: 0  # on a busy machine a thread of the lowest priority may write nothing for minutes
+    os.setpriority = lambda *_: None  # on a busy machine a thread of the lowest priority may write nothing for minutes
     # Data workers start as in any program, not in a server of their own.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     for descriptor, file in enumerate(files, start=1):
