@@ -73,10 +73,11 @@ class DataConfig(Settings):
         return [self.path] if self.path else []
 
     def problems(self) -> list[str]:
-        """List path, mix, hash, packing and facts of another source, and text with none or both of path and mix.
+        """List settings that contradict `source`.
 
-        Other settings that it does not use, such as num_samples with text, are ignored. The sources are named one by
-        one, so that a source that a fork adds may use any setting.
+        These are path, mix, hash, packing and facts of another source and, with text, both or neither of path and mix.
+        Other settings that the source does not use, such as num_samples with text, are ignored. The sources are named
+        one by one, so that a source that a fork adds may use any setting.
         """
         unused = {}
         if self.source in ("random", "stories"):

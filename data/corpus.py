@@ -23,7 +23,8 @@ class SampleDataset(Protocol):
 
     With packing "isolated" a sample also has "position_ids", int64 [T], which restart from 0 at each document.
     Other keys, which a fork may add, are arguments of GPTModel.forward too. The model does not get those that begin
-    with "score_": they may have any shape, and only `score_logits` and `score_model` read them.
+    with "score_": they may have any shape, the same in all samples, and only `score_logits` and `score_model` read
+    them.
     """
 
     def __len__(self) -> int: ...
@@ -43,7 +44,7 @@ class Corpus:
       model can beat on average.
     - `num_bytes`: the size of the text of the targets, for bits per byte.
     - `num_targets`: the number of targets that the other two attributes cover. An evaluation that counts another
-      number, as after a change of the labels, ignores those two.
+      number, for example because a fork changes the labels, ignores those two.
     """
     tokenizer: Tokenizer | None
     """None for random tokens."""
@@ -174,6 +175,6 @@ def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:
     if vocab_size is not None and vocab_size < num_tokens:
         remedy = "set it to null for the tokenizer's size"
         if config.init_from:
-            remedy = f"prepare the corpus with the tokenizer of {config.init_from}"
+            remedy = f"use a corpus with the tokenizer of {config.init_from}"
         raise ConfigError(f"model.vocab_size: {vocab_size} is less than the tokenizer's {num_tokens}; {remedy}")
     return vocab_size or num_tokens

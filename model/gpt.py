@@ -350,8 +350,8 @@ class GPTModel(GenerativeModel):
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
         # Build the attention masks, keyed by window: layers with the same window share a mask. Plain causal attention
-        # needs none, except for several tokens after cached ones. Flex attention takes masks of another kind; it runs
-        # on CUDA only, and supports neither dropout nor narrow heads.
+        # needs none, except for several tokens after cached ones. Flex attention takes masks of another kind; it is
+        # used on CUDA only, and supports neither dropout nor narrow heads.
         head_dim = self.config.resolved_head_dim
         # All modules have the same dropout, which a schedule may change.
         use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
