@@ -61,6 +61,7 @@ IDEAS_ON_TEXT = {
 }
 FIRST, TWELVE = "lab-cfd86100/races/7d7ebe7d.json", "lab-50df45da/races/0edc2322.json"
 FORTY, TEXT = "lab-9639d31f/races/2206672b.json", "lab-13234a74-flops/races/2bcd2759.json"
+RATES = "lab-81aa6a27/races/24060baa.json"
 # Digests of the variants with four times the parameters, of which the folder `configs` has the settings.
 LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6afde28a"}
 
@@ -69,7 +70,7 @@ LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6
 def races():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "draw", lambda *_: None)  # no pictures beside the raw rows
-        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT)}
+        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT, RATES)}
 
 
 def test_figures_of_how_to_and_readme(races):
@@ -124,6 +125,13 @@ def test_figures_of_results(races):
     of_large = runs_of(results, LARGE["baseline"], SEEDS_OF_CONFIRMATIONS[:4])
     figures.append(f"{report.mean_excess(of_large):.4f} nats/token")
     figures.append(f"scatter by {100 * statistics.stdev(group_of(of_large).values):.0f}%")
+
+    rates = races[RATES]
+    figures.append(f"{rates['runs']} runs")
+    [ideas] = ideas_of_rounds(rates)
+    half, twice, thrice = (ideas[f"--optimizer.lr {rate}"] for rate in ("5e-3", "2e-2", "3e-2"))
+    figures += [f"half of it is {half['verdict']}: excess loss {show(half)}", show(twice), show(thrice)]
+    figures.append(f"at most {-100 * twice['low']:.1f}% and {-100 * thrice['low']:.1f}%")
 
     [on_text] = ideas_of_rounds(text)
     figures.append(f"{text['runs']} runs in {hours(text)} CPU hours")
