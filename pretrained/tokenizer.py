@@ -80,8 +80,8 @@ def check_tokenizer(
         problem = f"it has {corpus.vocab_size} tokens, and the model {vocab_size}"
     if problem:
         raise ConfigError(
-            f"data: the tokenizer of the corpus differs from that of {name}: {problem}; prepare the corpus with the "
-            "model's: --tokenizer NAME_OR_FOLDER"
+            f"data: the tokenizer of the corpus differs from that of {name}: {problem}; train on a text "
+            "corpus that data.prepare made with the model's: --tokenizer NAME_OR_FOLDER"
         )
 
 
