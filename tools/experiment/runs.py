@@ -222,8 +222,8 @@ class Runs:
         """Note how a run ended; return whether it can be evaluated."""
         name = job.run.path.name
         outcome = self.jobs.outcomes.get(job)  # None: another process has trained it
-        if outcome == "failed":
-            failure = self.jobs.failures[job]
+        failure = self.jobs.failures[job] if outcome == "failed" else None  # not that of an earlier start
+        if failure and not (failure.killed and job.is_finished()):  # one that is killed after its last step counts
             message, was_killed = failure.message or "ends with an error after its last step", failure.killed
         elif outcome == "stopped":
             message, was_killed = "stopped by a signal from elsewhere", True
@@ -240,8 +240,6 @@ class Runs:
             print(f"{job.run.path}: {message}", file=sys.stderr)
             if self._killed[name] < MAX_KILLED:
                 del self.pending[name]  # it is planned again
-                if outcome == "failed" and job.is_finished():
-                    del self.jobs.outcomes[job]  # it was killed after its last step, so it is not started again
                 return False
         self._keep([self._spent(job, failure=message)])
         return False
@@ -373,7 +371,7 @@ def delivered_files(run: Run) -> list[Path]:
 def is_recorded(job: Job, variant: Variant) -> bool:
     """Return whether the training data of a run can be compared; those of the baseline's code need not be.
 
-    Each session writes its record behind its status. One that was killed writes none, so its record is older or absent.
+    Each session writes its record after its status. One that was killed writes none, so its record is older or absent.
     """
     record, status = Path(f"{delivered_file(job.run)}.0"), job.status_stamp()
     is_newest = status is not None and record.exists() and record.stat().st_mtime_ns >= status[1]
