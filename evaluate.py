@@ -5,8 +5,8 @@ any number of processes.
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
-    from pretrained.settings import EvaluateConfig
+    from runtime.cli.scripts import run_and_exit
+    from trainer.pretrained.settings import EvaluateConfig
 
     run_and_exit("evaluate", EvaluateConfig)
 
@@ -20,20 +20,20 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from config.schema import DataConfig, TrainConfig
-from config.stored_settings import USE_ITS_CODE, unknown_settings
 from data.corpus import Corpus, load_corpus
-from distributed.launch import start_accelerator
 from model.loss import MetricSums
-from pretrained.load import LoadedModel, load_with_source
-from pretrained.settings import EvaluateConfig
-from pretrained.tokenizer import check_tokenizer
-from storage.files import write_atomically
-from storage.json_objects import finite_or_null
-from training.cpu_kernels import use_cpu_kernels
-from training.evaluation import evaluate
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from runtime.config.schema import DataConfig, TrainConfig
+from runtime.config.stored_settings import USE_ITS_CODE, unknown_settings
+from runtime.distributed.launch import start_accelerator
+from runtime.files import write_atomically
+from runtime.json_objects import finite_or_null
+from trainer.cpu_kernels import use_cpu_kernels
+from trainer.evaluation import evaluate
+from trainer.pretrained.load import LoadedModel, load_with_source
+from trainer.pretrained.settings import EvaluateConfig
+from trainer.pretrained.tokenizer import check_tokenizer
 
 LOGIT_BYTES = 2**28  # bound on the float32 logits of a batch, unless micro_batch_size is given
 

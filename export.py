@@ -4,7 +4,7 @@ The folder has config.json, model.safetensors, generation_config.json, the token
 """
 
 if __name__ == "__main__":
-    from cli.scripts import run_and_exit
-    from pretrained.settings import ExportConfig
+    from runtime.cli.scripts import run_and_exit
+    from trainer.pretrained.settings import ExportConfig
 
-    run_and_exit("export", ExportConfig, module="pretrained.export")
+    run_and_exit("export", ExportConfig, module="trainer.pretrained.export")

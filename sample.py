@@ -4,8 +4,8 @@ RUN is the directory of a run, a folder in transformers' format, or a name on th
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
-    from pretrained.settings import SampleConfig
+    from runtime.cli.scripts import run_and_exit
+    from trainer.pretrained.settings import SampleConfig
 
     run_and_exit("sample", SampleConfig)
 
@@ -18,17 +18,17 @@ from typing import Any, cast
 import torch
 from tokenizers.decoders import DecodeStream
 
-from cli.output import printable
-from config.errors import ConfigError, RunError
 from data.prepare.chat import Message
 from data.prepare.chat_template import ChatTemplate
 from data.synthetic.stories import get_story_generator
 from data.tokenizer import wrap_tokenizer_errors
-from distributed.cpu import prepare_cpu
 from model.generate import CannotGenerate
 from model.seeds import derive_seed
-from pretrained.load import LoadedModel, load_run
-from pretrained.settings import SampleConfig
+from runtime.cli.output import printable
+from runtime.config.errors import ConfigError, RunError
+from runtime.machine.cpu import prepare_cpu
+from trainer.pretrained.load import LoadedModel, load_run
+from trainer.pretrained.settings import SampleConfig
 
 
 def main(config: SampleConfig) -> None:

@@ -17,7 +17,7 @@ learning rate, the global batch, the random draws and, in fp16, the loss scale.
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
 # then imports this file as the module `train`, calls main(config) and exits.
 if __name__ == "__main__":
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("train")
 
@@ -32,41 +32,41 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from checkpoint.saver import Saver, load_checkpoint
-from config.schema import TrainConfig
 from data.corpus import Corpus
 from data.loader import Batch, BatchLoader
-from distributed.launch import start_accelerator
-from distributed.launch_checks import check_launch, check_same_settings
-from distributed.private_torch import foreach_mul_  # multiplies each tensor of a list in place
-from distributed.sharding import full_tensor
-from distributed.signals import Preempted, StopSignal
-from distributed.state_hash import state_digest
-from distributed.tree_reduce import AllReduce, TreeSum
 from model.gpt import GPTModel
 from model.loss import MetricSums, count_targets
-from pretrained.load import copy_initial_weights
-from run import trackers
-from run.directory import Run
-from run.reporting import Reporter
-from run.resolve import PretrainedModels, resolve
-from run.resume import StartingPoint
-from run.start import check_run, open_run, record_outcome
-from run.summary import summary
-from training.block_stats import BlockStatistics
-from training.cuda_graph import GraphedMicroBatch
-from training.ema import ema_weights
-from training.evaluation import check_finite_val_loss, evaluate
-from training.generations import sample_texts
-from training.gradients import backward, fill_missing_gradients, first_backward, loss_scale, trainable_parameters
-from training.graph_choice import choose_graph
-from training.optimizer import apply_schedules, build_optimizer, learning_rates
-from training.prepare_model import add_teacher, prepare_network
-from training.profiler import step_profiler
-from training.results import Results
-from training.schedule import is_due, scheduled_value
-from training.state import TrainState
-from training.throughput import Throughput, peak_flops
+from runtime.config.schema import TrainConfig
+from runtime.distributed.launch import start_accelerator
+from runtime.distributed.launch_checks import check_launch, check_same_settings
+from runtime.distributed.sharding import full_tensor
+from runtime.distributed.signals import Preempted, StopSignal
+from runtime.distributed.state_hash import state_digest
+from runtime.distributed.tree_reduce import AllReduce, TreeSum
+from runtime.private_torch import foreach_mul_  # multiplies each tensor of a list in place
+from trainer.block_stats import BlockStatistics
+from trainer.checkpoint.saver import Saver, load_checkpoint
+from trainer.cuda_graph import GraphedMicroBatch
+from trainer.ema import ema_weights
+from trainer.evaluation import check_finite_val_loss, evaluate
+from trainer.generations import sample_texts
+from trainer.gradients import backward, fill_missing_gradients, first_backward, loss_scale, trainable_parameters
+from trainer.graph_choice import choose_graph
+from trainer.optimizer import apply_schedules, build_optimizer, learning_rates
+from trainer.prepare_model import add_teacher, prepare_network
+from trainer.pretrained.load import copy_initial_weights
+from trainer.profiler import step_profiler
+from trainer.results import Results
+from trainer.run import trackers
+from trainer.run.directory import Run
+from trainer.run.reporting import Reporter
+from trainer.run.resolve import PretrainedModels, resolve
+from trainer.run.resume import StartingPoint
+from trainer.run.start import check_run, open_run, record_outcome
+from trainer.run.summary import summary
+from trainer.schedule import is_due, scheduled_value
+from trainer.state import TrainState
+from trainer.throughput import Throughput, peak_flops
 
 
 def main(config: TrainConfig) -> None:
@@ -419,7 +419,7 @@ def build_state(config: TrainConfig, run: Run, accelerator: Accelerator, models:
     else:
         # Step the optimizer without Accelerate's wrapper, which looks up installed packages in every step: 0.23 ms on a
         # Zen 3 (benchmarks/LOG.md, 2026-11-22). train_step scales the loss in fp16 itself: Accelerate's scaler is off
-        # (distributed/launch.py).
+        # (runtime/distributed/launch.py).
         model, wrapped = accelerator.prepare(network, optimizer)
         optimizer = wrapped.optimizer
 

@@ -11,7 +11,16 @@ Exit codes: 0 none failed, 1 one failed, 2 bad settings, 75 or 130 stopped by a 
 """
 
 if __name__ == "__main__":  # before anything slow is imported
-    from checks.short_run import parse_short_run
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
+    from trainer.checks.short_run import parse_short_run
 
-    run_and_exit("verify", parse_short_run, module="checks.verification")
+    run_and_exit("verify", parse_short_run)
+
+import train
+from runtime.config.schema import TrainConfig
+from trainer.checks.verification import verify
+
+
+def main(config: TrainConfig) -> None:
+    """Check all guarantees of train.py and print the result of each; see trainer/checks/verification.py."""
+    verify(config, train)

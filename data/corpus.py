@@ -7,13 +7,13 @@ from typing import Any, Protocol, assert_never, cast
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from config.errors import ConfigError
-from config.schema import TrainConfig
 from data.sampler import BatchSizes, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.random_tokens import RandomTokensDataset
 from data.synthetic.stories import StoriesDataset, get_story_generator
 from model.loss import MetricSums
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
 
 
 class SampleDataset(Protocol):

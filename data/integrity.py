@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from config.errors import ConfigError
-from storage.files import sha256
-from storage.json_objects import parse_object
+from runtime.config.errors import ConfigError
+from runtime.files import sha256
+from runtime.json_objects import parse_object
 
 SPLITS = ("train", "validation")
 REMEDY = "restore it, or remove the folder and prepare it again"

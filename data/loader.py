@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from config.errors import RunError
 from data.sampler import GlobalBatches
-from distributed.signals import ignore_stop_signals, set_handler
+from runtime.config.errors import RunError
+from runtime.distributed.signals import ignore_stop_signals, set_handler
 
 Batch = dict[str, Tensor]
 """Arguments of the model's forward, each [B, T]: `input_ids`, `labels` and, for isolated documents, `position_ids`.

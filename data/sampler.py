@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from config.schema import TrainConfig
 from model.seeds import derive_seed, mix_bits
+from runtime.config.schema import TrainConfig
 
 MIX_BLOCK = 1000  # positions in a block of a mixture; each block has a fixed number of samples from each corpus
 POSITIONS_AT_ONCE = 256  # computed together and cached

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-from config.errors import ConfigError
 from data.integrity import REMEDY, open_columns, read_metadata
 from data.tokenizer import load_tokenizer, token_bytes
+from runtime.config.errors import ConfigError
 
 
 class TextCorpus:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

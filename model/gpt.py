@@ -66,7 +66,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.dropout, self.head_dim = config.dropout, config.resolved_head_dim
-        # training/cpu_kernels.py may replace `sdpa` by a faster function.
+        # trainer/cpu_kernels.py may replace `sdpa` by a faster function.
         self.sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
         q_width, kv_width = config.n_heads * self.head_dim, config.resolved_n_kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.d_model, q_width, bias=config.bias)
@@ -192,8 +192,8 @@ class Output(NamedTuple):
 class Teacher:
     """The model from which another one learns by distillation (`teacher.path`).
 
-    pretrained/load.py loads it in eval mode, and training/prepare_model.py freezes it. This class is not an nn.Module,
-    so the state_dict of the model that learns, and its checkpoints, omit the teacher.
+    trainer/pretrained/load.py loads it in eval mode, and trainer/prepare_model.py freezes it. This class is not an
+    nn.Module, so the state_dict of the model that learns, and its checkpoints, omit the teacher.
     """
 
     def __init__(self, model: "GPTModel", weight: float, temperature: float):
@@ -242,7 +242,7 @@ class GPTModel(GenerativeModel):
             raise ValueError("\n".join(problems))
         self.config = config
         self.windows = config.windows
-        # training/prepare_model.py chooses whether the loss is chunked and compiled.
+        # trainer/prepare_model.py chooses whether the loss is chunked and compiled.
         self.next_token_loss = NextTokenLoss(config, predicts_next_token=self.predicts_next_token)
         self.teacher: Teacher | None = None
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)

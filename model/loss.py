@@ -119,7 +119,7 @@ class NextTokenLoss:
     def __init__(self, config: GPTConfig, chunked: bool | None = None, predicts_next_token: bool = True):
         self.config, self.chunked, self.predicts_next_token = config, chunked, predicts_next_token
         self.differentiate = differentiate_loss
-        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # training/cpu_kernels.py may choose another
+        self.linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # trainer/cpu_kernels.py may choose another
 
     def chunk_rows(self, num_rows: int, vocab_size: int, device_type: str) -> int | None:
         """Return the number of positions in a chunk; None if all `num_rows` are computed at once."""
@@ -284,7 +284,7 @@ class ChunkedLoss(torch.autograd.Function):
                     # addmm_ adds the product without a temporary [V, C]. On a Zen 5 that was 1.19 times as fast for a
                     # vocabulary of 50,257, but slower in chunks of 512 or more rows (benchmarks/LOG.md, 2026-11-24).
                     # addmm_ needs all tensors in one dtype. Runs with `exact`, which enables deterministic algorithms,
-                    # do not use it: on a CPU it computes with MKL, which they avoid (training/cpu_kernels.py).
+                    # do not use it: on a CPU it computes with MKL, which they avoid (trainer/cpu_kernels.py).
                     if chunk_rows < 512 and sum_dtype == dtype and not torch.are_deterministic_algorithms_enabled():
                         grad_weight_VC.addmm_(grad_logits.t(), hidden)
                     else:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 # Errors of file systems without locks, or that cannot fsync a folder, such as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}

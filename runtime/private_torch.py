@@ -4,10 +4,10 @@ These are multi-tensor operations: each applies an operation to all tensors of a
 example, foreach_mul_ multiplies each tensor in place, and foreach_norm returns the norm of each. torch's own optimizers
 are built on them. Import the public functions instead once torch has them (check: `torch.foreach_mul_` exists).
 
-Other private parts are used where they are imported: torch._inductor's cache_dir (training/prepare_model.py), the state
-dict stager (checkpoint/storage.py), buffers of modules (checks/verification.py), the file of torch._C
-(distributed/cpu.py), oneDNN products and the softmax backward (training/cpu_kernels.py), the choice of an attention
-kernel (training/prepare_model.py).
+Other private parts are used where they are imported: torch._inductor's cache_dir (trainer/prepare_model.py), the state
+dict stager (trainer/checkpoint/tensor_files.py), buffers of modules (trainer/checks/verification.py), the file of
+torch._C (runtime/machine/cpu.py), oneDNN products and the softmax backward (trainer/cpu_kernels.py), the choice of an
+attention kernel (trainer/prepare_model.py).
 """
 
 from typing import Any

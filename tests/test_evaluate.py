@@ -16,20 +16,20 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import evaluate
 import sample
-from checkpoint.manifest import read_manifest
-from config.errors import ConfigError
-from config.schema import DataConfig, TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.stories import STORIES, StoriesDataset
 from evaluate import EvaluateConfig
 from model.config import GPTConfig
 from model.seeds import derive_seed
-from pretrained import export
-from pretrained.export import ExportConfig
-from pretrained.load import LoadedModel, load_run
+from runtime.config.errors import ConfigError
+from runtime.config.schema import DataConfig, TrainConfig
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from tests.support import forked
+from trainer.checkpoint.manifest import read_manifest
+from trainer.pretrained import export
+from trainer.pretrained.export import ExportConfig
+from trainer.pretrained.load import LoadedModel, load_run
 
 TEXT = "To be, or not to be? Äh: that is the question.\n"
 

@@ -12,17 +12,17 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config.errors import ConfigError, RunError
-from config.schema import DataConfig, TrainConfig
 from model.config import FAMILIES as FAMILIES_OF_CONFIGS
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel
 from model.hf import to_transformers
-from pretrained import export
-from pretrained.export import ExportConfig
-from pretrained.load import LoadedModel, load_run
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.schema import DataConfig, TrainConfig
 from tests.conftest import TINY_STORIES, metrics, tensors, train
 from tests.data.prepare.test_prepare import make
+from trainer.pretrained import export
+from trainer.pretrained.export import ExportConfig
+from trainer.pretrained.load import LoadedModel, load_run
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
 FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}

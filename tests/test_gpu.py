@@ -9,23 +9,23 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.distributed.test_sharding import launcher_environment
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from checkpoint.storage import copy_to_cpu
-from config.parser import parse_config
 from data.corpus import load_corpus
 from data.loader import BatchLoader
-from distributed.state_hash import VALUES_AT_ONCE, digest_tensors
-from distributed.tree_reduce import TreeSum
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import NextTokenLoss
-from run.directory import Run
-from run.resolve import PretrainedModels
+from runtime.config.parser import parse_config
+from runtime.distributed.state_hash import VALUES_AT_ONCE, digest_tensors
+from runtime.distributed.tree_reduce import TreeSum
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
-from tests.distributed.test_sharding import launcher_environment
 from train import build_state, train_step, warm_up
-from training.gradients import trainable_parameters
+from trainer.checkpoint.tensor_files import copy_to_cpu
+from trainer.gradients import trainable_parameters
+from trainer.run.directory import Run
+from trainer.run.resolve import PretrainedModels
 
 WITHOUT = "no GPU is here, or hidden without -m cuda"
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason=WITHOUT)]

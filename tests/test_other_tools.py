@@ -21,10 +21,10 @@ import datasets
 import pytest
 import torch
 
-from pretrained.load import load_run
 from tests.conftest import ROOT, TINY_STORIES, commands, environment, python, shell, train
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
 from tests.test_export import FAMILIES, every_family
+from trainer.pretrained.load import load_run
 
 pytestmark = pytest.mark.slow
 PAGE = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("using", "comparing", "evaluation")}
@@ -195,7 +195,7 @@ def test_peft_adapter_is_merged_as_documented(folder, environment_with):
     [code] = re.findall(r"\n(    from peft import .*?)\n(?=\S)", PAGE["using"], re.DOTALL)
     run(textwrap.dedent(code))
     loss_here = run(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch; from pretrained.load import load_run;"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch; from trainer.pretrained.load import load_run;"
         "tokens = torch.arange(30)[None]; print(load_run('merged').model(tokens, labels=tokens)[1].item())"
     )
     assert float(loss_here) == pytest.approx(loss, rel=1e-4)

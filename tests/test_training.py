@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoint.manifest import validate
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
 from tests.support import forked
+from trainer.checkpoint.manifest import validate
 
 STEPS = 6
 PLAIN = [

@@ -16,15 +16,15 @@ import torch
 import model.attention
 import model.gpt
 import train
-from checks import verification
-from checks.short_run import parse_short_run
-from cli import scripts
-from config.errors import ConfigError
 from data.loader import StepDataset
 from data.sampler import BatchSizes
 from data.synthetic.stories import StoriesDataset
+from runtime.cli import scripts
+from runtime.config.errors import ConfigError
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 from tests.support import forked
+from trainer.checks import verification
+from trainer.checks.short_run import parse_short_run
 
 CHECKS = [
     "order is a permutation in every epoch",
@@ -53,7 +53,7 @@ MUTATIONS = {
     "checkpoint_not_loaded": (
         "train.py", "    if start.checkpoint:", "    if False:", "resuming is bitwise"),
     "processes_not_added": (
-        "distributed/tree_reduce.py", "foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
+        "runtime/distributed/tree_reduce.py", "foreach_add_(gradients, received)", "pass", "exact = bits of 1 process"),
     "another_place_in_the_cache": (
         "model/gpt.py", "torch.arange(num_cached, seq_len, device", "torch.arange(seq_len - num_cached, device",
         "generation with a cache = without"),
@@ -62,7 +62,7 @@ MUTATIONS = {
     "another_rotation": (
         "model/gpt.py", "torch.cat((-", "torch.cat((", "logits = transformers' qwen3"),
     "sign_of_the_gradient_of_an_input": (
-        "training/cpu_kernels.py", "onednn_linear(grad_y_TN, weight.t())", "onednn_linear(grad_y_TN, -weight.t())",
+        "trainer/cpu_kernels.py", "onednn_linear(grad_y_TN, weight.t())", "onednn_linear(grad_y_TN, -weight.t())",
         "gradient = autograd of plain operations"),
     "chunked_loss_scales_a_gradient": (
         "model/loss.py", "grad_hidden_NC * grad_loss", "grad_hidden_NC * grad_loss * 2",
@@ -105,7 +105,7 @@ def test_verify_passes_on_this_machine(processes, runs):
 AS_ONE_PROCESS = ["N processes = 1 process x N accumulation", "exact = bits of 1 process"]
 SELECT_CHECKS = f"""
 import runpy, sys
-from checks.verification import Verification
+from trainer.checks.verification import Verification
 checks = Verification.checks
 Verification.checks = lambda self: {{name: checks(self)[name] for name in {AS_ONE_PROCESS}}}
 del sys.argv[0]
@@ -208,7 +208,7 @@ def verify_edited(edit, file, words):
     """Run verify.py after an edit of its code, with its output in a file."""
     sys.stdout, sys.argv = open(file, "w"), words
     edit()
-    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run, module="checks.verification"))
+    scripts.exit_without_teardown(scripts.run_script("verify", parse_short_run))
 
 
 def in_a_fork(edit, out_dir, file, *words):
@@ -238,7 +238,7 @@ def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
     class Begun(Exception):
         pass
 
-    def begin(config):
+    def begin(config, script):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         raise Begun
 
@@ -248,7 +248,7 @@ def test_verify_sets_cublas_workspace_before_first_matmul(monkeypatch):
     monkeypatch.setattr(verification, "check_launch", lambda config: None)
     monkeypatch.setattr(verification, "Verification", begin)
     with pytest.raises(Begun):
-        verification.main(SimpleNamespace(steps=6))
+        verification.verify(SimpleNamespace(steps=6), train)
 
 
 def keep_an_unsaved_mean():
@@ -395,5 +395,5 @@ def test_verify_steps_finds_later_fault(words, result, runs, tmp_path):
 )
 def test_wrong_number_of_verify_steps_is_refused(steps, message, runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", verify_command(runs, "--verify_steps", steps))
-    assert scripts.run_script("verify", parse_short_run, module="checks.verification") == 2
+    assert scripts.run_script("verify", parse_short_run) == 2
     assert message in capsys.readouterr().err and not runs.exists()

@@ -6,8 +6,8 @@ better by more than noise, and what a run cost. Plot the curves. docs/comparing.
 
 from typing import Annotated, Literal
 
-from config.help import POSITIONAL
 from model.settings import Settings
+from runtime.config.help import POSITIONAL
 
 
 class CompareConfig(Settings):
@@ -24,7 +24,7 @@ class CompareConfig(Settings):
 
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.compare", CompareConfig, needs_torch=False)
 
@@ -43,12 +43,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cli.output import aligned, printable
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from run.directory import Run, surviving_sessions
-from run.resume import FREE_SETTINGS
+from runtime.cli.output import aligned, printable
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
 from tools import plot
+from trainer.run.directory import Run, surviving_sessions
+from trainer.run.resume import FREE_SETTINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from checkpoint.provenance import provenance
-from run.metrics_log import read_rows
-from storage.files import write_atomically
+from runtime.files import write_atomically
 from tools.benchmark import gpu, programs, tables
 from tools.benchmark.__main__ import run_interleaved
 from tools.benchmark.programs import ROOT, Program
+from trainer.checkpoint.provenance import provenance
+from trainer.run.metrics_log import read_rows
 
 Result = dict[str, Any]
 

@@ -4,7 +4,7 @@ Under a launcher all its processes train them. Nothing is written but a temporar
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.plan")
 
@@ -14,18 +14,18 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 import train
-from checkpoint.manifest import checkpoints_in
-from config.schema import TrainConfig
 from data.sampler import BatchSizes
-from distributed.collectives import broadcast_from_main
-from distributed.launch import num_shards, start_accelerator
-from distributed.launch_checks import check_launch
-from distributed.nested import nested_training, shared_temporary_folder
 from model.gpt import build_on_meta_device
-from run.metrics_log import read_rows
-from run.resolve import resolve
-from run.summary import format_batch, format_tokens
-from training.throughput import peak_memory_bytes
+from runtime.config.schema import TrainConfig
+from runtime.distributed.collectives import broadcast_from_main
+from runtime.distributed.launch import num_shards, start_accelerator
+from runtime.distributed.launch_checks import check_launch
+from trainer.checkpoint.manifest import checkpoints_in
+from trainer.nested import nested_training, shared_temporary_folder
+from trainer.run.metrics_log import read_rows
+from trainer.run.resolve import resolve
+from trainer.run.summary import format_batch, format_tokens
+from trainer.throughput import peak_memory_bytes
 
 STEPS = 3
 

@@ -10,8 +10,8 @@ apart, and axes with round numbers and units.
 
 from typing import Annotated, Literal
 
-from config.help import POSITIONAL
 from model.settings import Settings
+from runtime.config.help import POSITIONAL
 
 
 class PlotConfig(Settings):
@@ -25,7 +25,7 @@ class PlotConfig(Settings):
 
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.plot", PlotConfig, needs_torch=False)
 
@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from run.directory import Run
-from run.metrics_log import read_rows
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from trainer.run.directory import Run
+from trainer.run.metrics_log import read_rows
 
 if TYPE_CHECKING:  # importing matplotlib takes longer than the rest
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from run.directory import Run
 from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
+from trainer.run.directory import Run
 
 PAGE, RECORDS, RUNS = ROOT / "docs" / "track.md", ROOT / "docs" / "track.yaml", ROOT / "runs" / "track"
 HEADER = ["record", "excess loss, nats/token", "tokens", "parameters", "CPU seconds", "digest of seed 1", "date"]

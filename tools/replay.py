@@ -6,8 +6,8 @@ way is compared with the logged one. Nothing is written. docs/debugging.md finds
 
 from typing import Annotated
 
-from config.help import POSITIONAL
 from model.settings import PositiveInt, Settings
+from runtime.config.help import POSITIONAL
 
 
 class ReplayConfig(Settings):
@@ -24,7 +24,7 @@ class ReplayConfig(Settings):
 
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.replay", ReplayConfig)
 
@@ -38,25 +38,25 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from checkpoint.identity import FACTS, SUMMATION_ORDER
-from checkpoint.manifest import InvalidCheckpoint, Manifest, validate
-from checkpoint.provenance import launch_facts, provenance
-from checkpoint.saver import load_checkpoint
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from config.stored_settings import config_of
 from data.corpus import Corpus
 from data.loader import Batch, BatchLoader
-from distributed.launch import start_accelerator
-from distributed.launch_checks import check_launch
-from distributed.state_hash import state_digest
 from model.loss import count_targets
-from run.directory import Run, Session
-from run.resolve import resolve
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from runtime.config.stored_settings import config_of
+from runtime.distributed.launch import start_accelerator
+from runtime.distributed.launch_checks import check_launch
+from runtime.distributed.state_hash import state_digest
 from train import build_state, train_step, warm_up
-from training.optimizer import apply_schedules
-from training.results import NonFiniteError
-from training.state import TrainState
+from trainer.checkpoint.identity import FACTS, SUMMATION_ORDER
+from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, validate
+from trainer.checkpoint.provenance import launch_facts, provenance
+from trainer.checkpoint.saver import load_checkpoint
+from trainer.optimizer import apply_schedules
+from trainer.results import NonFiniteError
+from trainer.run.directory import Run, Session
+from trainer.run.resolve import resolve
+from trainer.state import TrainState
 
 MAX_TEXT_LENGTH = 120  # characters of a sequence
 RELATIVE_TOLERANCES = {"train/loss": 1e-3, "train/grad_norm": 5e-2}  # of values that were computed with other rounding

@@ -7,8 +7,8 @@ swept values. Rerun the same command to resume. The table of tools.compare is pr
 from dataclasses import replace
 from typing import Annotated
 
-from config.help import PASSED_ON
 from model.settings import PositiveInt, Settings
+from runtime.config.help import PASSED_ON
 
 
 class SweepConfig(Settings):
@@ -26,7 +26,7 @@ class SweepConfig(Settings):
 
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.sweep", SweepConfig, needs_torch=False)
 
@@ -41,17 +41,17 @@ from typing import Any
 
 import yaml
 
-from checkpoint.identity import code_hash, compare_facts
-from config.errors import ConfigError, RunError
-from config.parser import parse_config
-from config.schema import TrainConfig
-from config.stored_settings import read_settings
-from run.directory import Run, surviving_sessions
-from run.resume import check_resume, with_stored_model
-from storage.files import write_once
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.parser import parse_config
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import read_settings
+from runtime.files import write_once
 from tools import compare
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner, raise_stopped
+from trainer.checkpoint.identity import code_hash, compare_facts
+from trainer.run.directory import Run, surviving_sessions
+from trainer.run.resume import check_resume, with_stored_model
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 NAMING_SETTINGS = ("config", "name")  # settings that name the runs themselves when they are swept

@@ -23,12 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from config.errors import ConfigError, RunError
-from config.help import PASSED_ON
-from config.parser import parse_config
 from model.settings import PositiveInt, Settings
-from run.directory import Run
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.help import PASSED_ON
+from runtime.config.parser import parse_config
 from tools.experiment.change import ROOT, Checkouts, git, resolve_commits
+from trainer.run.directory import Run
 
 # A run of seconds with everything in it that could go wrong: dropout, accumulation (three micro-batches a step and
 # process), stories of different lengths, and a training set that ends within a batch.
@@ -205,6 +205,6 @@ def main(config: TrialConfig) -> None:
 
 
 if __name__ == "__main__":
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
 
     run_and_exit("tools.trial", TrialConfig, needs_torch=False)

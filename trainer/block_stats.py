@@ -9,10 +9,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from distributed.private_torch import foreach_norm, foreach_sub
-from distributed.sharding import full_tensor
-from training.gradients import fill_missing_gradients, trainable_parameters
-from training.results import mean
+from runtime.distributed.sharding import full_tensor
+from runtime.private_torch import foreach_norm, foreach_sub
+from trainer.gradients import fill_missing_gradients, trainable_parameters
+from trainer.results import mean
 
 
 def group_norms(groups: Sequence[Iterable[Tensor]]) -> Tensor:

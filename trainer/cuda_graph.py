@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.errors import RunError
 from data.loader import Batch
-from distributed.private_torch import foreach_add_, foreach_copy_
 from model.loss import MetricSums
+from runtime.config.errors import RunError
+from runtime.private_torch import foreach_add_, foreach_copy_
 
 
 class GraphedMicroBatch:

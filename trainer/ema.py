@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from config.errors import ConfigError
-from distributed.private_torch import foreach_lerp_
+from runtime.config.errors import ConfigError
+from runtime.private_torch import foreach_lerp_
 
 
 def track_ema(optimizer: Optimizer, decay: float) -> None:
@@ -21,7 +21,7 @@ def track_ema(optimizer: Optimizer, decay: float) -> None:
     A step raises ConfigError if the optimizer changes these tensors itself.
 
     Args:
-        optimizer: its groups get the entry `ema_decay`, which training/schedule.py lowers in the first steps.
+        optimizer: its groups get the entry `ema_decay`, which trainer/schedule.py lowers in the first steps.
         decay: the fraction of the average that each update keeps, below 1.
     """
     for group in optimizer.param_groups:

@@ -6,14 +6,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from config.errors import RunError
 from data.corpus import Corpus
 from data.loader import load_batch, model_inputs
-from distributed.collectives import all_gather
-from distributed.sharding import reshard
 from model.loss import count_targets
-from training.generations import unsharded
-from training.results import NonFiniteError, fill_slots, fsum_or_nan, mean, sum_dtype
+from runtime.config.errors import RunError
+from runtime.distributed.collectives import all_gather
+from runtime.distributed.sharding import reshard
+from trainer.generations import unsharded
+from trainer.results import NonFiniteError, fill_slots, fsum_or_nan, mean, sum_dtype
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from config.schema import TrainConfig
 from data.corpus import Corpus
 from data.tokenizer import END_OF_TEXT
-from distributed.sharding import full_tensor, is_sharded
 from model.generate import CannotGenerate
 from model.gpt import GPTModel, build_on_meta_device
 from model.seeds import derive_seed
-from training.results import mean
+from runtime.config.schema import TrainConfig
+from runtime.distributed.sharding import full_tensor, is_sharded
+from trainer.results import mean
 
 TEXTS_PER_BATCH = 50
 LogTexts = Callable[[int, str, list[str]], None]

@@ -24,16 +24,16 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from config.errors import error_kind
-from config.schema import TrainConfig
 from data.loader import Batch
 from data.sampler import BatchSizes
-from distributed.collectives import broadcast_from_main
-from distributed.launch import LAUNCH_VARIABLE
 from model.gpt import build_on_meta_device
 from model.loss import count_targets
-from training.gradients import fill_missing_gradients, loss_scale
-from training.state import TrainState
+from runtime.config.errors import error_kind
+from runtime.config.schema import TrainConfig
+from runtime.distributed.collectives import broadcast_from_main
+from runtime.distributed.launch import LAUNCH_VARIABLE
+from trainer.gradients import fill_missing_gradients, loss_scale
+from trainer.state import TrainState
 
 # The GPU runs the kernels of larger models more slowly than the host launches them.
 MAX_PARAMETERS = 50_000_000

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from distributed.collectives import broadcast_from_main
-from distributed.signals import STOP_SIGNALS, Preempted, StopSignal, set_handler
-from distributed.world import is_main_process
+from runtime.distributed.collectives import broadcast_from_main
+from runtime.distributed.signals import STOP_SIGNALS, Preempted, StopSignal, set_handler
+from runtime.distributed.world import is_main_process
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from config.schema import OptimizerConfig, TrainConfig
-from distributed.private_torch import foreach_add_, foreach_lerp_, foreach_mul_
-from distributed.sharding import full_tensor, is_sharded, shard_like
 from model.config import GPTConfig
-from training.ema import track_ema
-from training.schedule import SCHEDULES, scheduled_value
+from runtime.config.schema import OptimizerConfig, TrainConfig
+from runtime.distributed.sharding import full_tensor, is_sharded, shard_like
+from runtime.private_torch import foreach_add_, foreach_lerp_, foreach_mul_
+from trainer.ema import track_ema
+from trainer.schedule import SCHEDULES, scheduled_value
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ema_decay: float | None = None) -> torch.optim.Optimizer:

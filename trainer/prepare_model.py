@@ -15,12 +15,12 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from config.errors import ConfigError
-from config.schema import TrainConfig
 from model import attention
 from model.gpt import GPTModel, Teacher
-from training.cpu_kernels import use_cpu_kernels, uses_eager_attention
-from training.schedule import SCHEDULES
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from trainer.cpu_kernels import use_cpu_kernels, uses_eager_attention
+from trainer.schedule import SCHEDULES
 
 PROCESSOR_FOLDER = "processor-"
 

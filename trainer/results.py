@@ -27,8 +27,8 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from config.errors import RunError
 from model.loss import MetricSums
+from runtime.config.errors import RunError
 
 # The loop and the evaluation log these metrics themselves, as train/NAME or val/NAME; a model may not report them.
 RESERVED_NAMES = {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from config.schema import ScheduleConfig, TrainConfig
+from runtime.config.schema import ScheduleConfig, TrainConfig
 
 
 def lr(peak: float, config: TrainConfig, step: int) -> float:

@@ -7,12 +7,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from config.schema import TrainConfig
 from model.gpt import GPTModel
 from model.seeds import derive_seed
-from training.cuda_graph import GraphedMicroBatch
-from training.gradients import trainable_parameters
-from training.results import Results
+from runtime.config.schema import TrainConfig
+from trainer.cuda_graph import GraphedMicroBatch
+from trainer.gradients import trainable_parameters
+from trainer.results import Results
 
 
 class GradientReducer(Protocol):

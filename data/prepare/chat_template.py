@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from config.errors import ConfigError
 from data.prepare.chat import Message, find_template_keys, get_content, parse_conversation
 from data.tokenizer import wrap_tokenizer_errors
-from storage.files import write_atomically
+from runtime.config.errors import ConfigError
+from runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -37,18 +37,17 @@ import numpy as np
 from annotated_types import Ge, Le
 from tokenizers import Tokenizer
 
-from cli.output import ignore_failed_prints, printable
-from config.errors import FULL_DISK, ConfigError
-from config.parser import parse_tool
-from config.paths import expand_user_path
 from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
 from data.prepare import chat, chat_template
 from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
 from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokenizer
 from data.tokenizer import load_tokenizer, token_bytes, wrap_tokenizer_errors
-from distributed.cores import available_cores
 from model.settings import PositiveInt, Settings
-from storage.files import (
+from runtime.cli.output import ignore_failed_prints, printable
+from runtime.config.errors import FULL_DISK, ConfigError
+from runtime.config.parser import parse_tool
+from runtime.config.paths import expand_user_path
+from runtime.files import (
     folder_problems,
     folder_written_atomically,
     fsync,
@@ -57,6 +56,7 @@ from storage.files import (
     sha256,
     write_atomically,
 )
+from runtime.machine.cores import available_cores
 
 PROGRAM = "data.prepare"
 COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]

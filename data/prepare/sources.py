@@ -19,9 +19,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from config.errors import UNUSABLE_PATH, ConfigError
 from data.prepare import chat
-from storage.files import folder_problems
+from runtime.config.errors import UNUSABLE_PATH, ConfigError
+from runtime.files import folder_problems
 
 CHUNK = 2**19  # characters of a document that are yielded at once
 BATCH_ROWS, BATCH_BYTES = 256, 2**24  # of a Parquet file that are read at once, at most

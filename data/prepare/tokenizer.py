@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from config.errors import ConfigError
 from data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT
+from runtime.config.errors import ConfigError
 
 MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
 MAX_WORD = 256  # bytes of a word that are merged while a tokenizer is trained

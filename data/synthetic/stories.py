@@ -15,10 +15,10 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 
-from config.errors import ConfigError
 from data.synthetic.grammar import TOKEN, Grammar, Token, log_probability
 from data.synthetic.world import World
 from data.tokenizer import END_OF_TEXT
+from runtime.config.errors import ConfigError
 
 
 def _entries(words: str, **forms: str) -> list[dict[str, str]]:

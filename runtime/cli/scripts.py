@@ -24,15 +24,15 @@ except ImportError:
     print("error: this runs on Linux and macOS, and on Windows inside WSL (wsl --install)", file=sys.stderr)
     sys.exit(2)
 
-from cli.output import LossyStream, ignore_failed_prints, printable
-from config.errors import ConfigError, RunError, error_kind
-from config.parser import parse_config, parse_tool
-from distributed.signals import Preempted, ignore_stop_signals, launcher
-from distributed.world import is_main_process, num_processes, process_rank
+from runtime.cli.output import LossyStream, ignore_failed_prints, printable
+from runtime.config.errors import ConfigError, RunError, error_kind
+from runtime.config.parser import parse_config, parse_tool
+from runtime.distributed.signals import Preempted, ignore_stop_signals, launcher
+from runtime.distributed.world import is_main_process, num_processes, process_rank
 
 # Scripts that print only a log, and succeed even if it is lost. The output of the others is their result.
 PRINT_A_LOG = ("train", "tools.sweep")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # The class of a script's settings, or a function that parses its command line.
 SettingsParser = type | Callable[[list[str]], Any]

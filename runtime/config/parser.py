@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from config.errors import ConfigError
-from config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
-from config.paths import expand_user_path
-from config.yaml_files import read_yaml
 from model.settings import Settings
+from runtime.config.errors import ConfigError
+from runtime.config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
+from runtime.config.paths import expand_user_path
+from runtime.config.yaml_files import read_yaml
 
 if TYPE_CHECKING:
-    from config.schema import TrainConfig
+    from runtime.config.schema import TrainConfig
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "stories.yaml"
+DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "stories.yaml"
 
 
 def parse_config(
@@ -44,7 +44,7 @@ def parse_config(
     Raises:
         ConfigError: all wrong values together or, if there are none, all settings that contradict each other.
     """
-    from config.schema import TrainConfig  # slow to build, and other programs need not
+    from runtime.config.schema import TrainConfig  # slow to build, and other programs need not
 
     given = _Given(TrainConfig)
     options, words = given.split(sys.argv[1:] if args is None else args)

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 
 def expand_user_path(setting: str, path: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """The settings of a run: types, defaults and checks. The docstrings of the fields are their `--help`.
 
-The settings of the model are in model/config.py. Without `--config`, config/parser.py reads configs/stories.yaml, which
-overrides some of these defaults.
+The settings of the model are in model/config.py. Without `--config`, runtime/config/parser.py reads
+configs/stories.yaml, which overrides some of these defaults.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from config.errors import ConfigError
-from config.help import section_class
-from config.paths import expand_user_path
 from model.config import GPTConfig
 from model.settings import NonNegativeInt, PositiveInt, Settings
+from runtime.config.errors import ConfigError
+from runtime.config.help import section_class
+from runtime.config.paths import expand_user_path
 
 DecayRate = Annotated[float, Ge(0), Lt(1)]
 

@@ -6,9 +6,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from config.errors import ConfigError
-from config.help import all_fields, explain
-from config.schema import TrainConfig, flat_settings
+from runtime.config.errors import ConfigError
+from runtime.config.help import all_fields, explain
+from runtime.config.schema import TrainConfig, flat_settings
 
 DEFAULTS = TrainConfig().flat()
 USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl of the run"

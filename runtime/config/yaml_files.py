@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 
 class _Loader(yaml.BaseLoader):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.world import num_processes
+from runtime.distributed.world import num_processes
 
 
 def all_gather(tensor: Tensor) -> Tensor:

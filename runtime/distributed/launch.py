@@ -17,11 +17,11 @@ import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
-from config.errors import ConfigError
-from config.schema import TrainConfig
-from distributed.cpu import prepare_cpu, prepare_exact
-from distributed.rendezvous import fresh_store
-from distributed.world import is_main_process, num_processes, process_rank
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from runtime.distributed.rendezvous import fresh_store
+from runtime.distributed.world import is_main_process, num_processes, process_rank
+from runtime.machine.cpu import prepare_cpu, prepare_exact
 
 TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable, which selects a device other than its own choice
 
@@ -104,7 +104,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
             f"WORLD_SIZE: {world_size} process(es), but Accelerate started {accelerator.num_processes}; use accelerate "
             "launch or torchrun"
         )
-    if accelerator.mixed_precision == "fp16":  # training/gradients.py scales the loss
+    if accelerator.mixed_precision == "fp16":  # trainer/gradients.py scales the loss
         accelerator.native_amp = True  # by itself, Accelerate autocasts to fp16 only on GPUs
         accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
     return accelerator

@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from config.errors import ConfigError
-from config.schema import TrainConfig
-from distributed.launch import TORCH_DEVICE, env_flag, uses_cpu
-from distributed.world import is_main_process
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from runtime.distributed.launch import TORCH_DEVICE, env_flag, uses_cpu
+from runtime.distributed.world import is_main_process
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {

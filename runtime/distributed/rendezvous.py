@@ -4,10 +4,10 @@ The launcher's key-value store outlives a restart of the processes, so a new pro
 written before the crash, and wait for it until the timeout (pytorch#135712). Restart counts cannot separate the keys,
 because each machine counts its own restarts. Therefore the processes of each start first agree on a fresh prefix.
 
-That issue is closed, but torch 2.13 still needs this file: if distributed/launch.py calls init_process_group without a
-store, so that torch meets by its own environment variables, then
-tests/checkpoint/test_faults.py::test_launcher_restarts_killed_processes hangs after the restart. Remove the file once
-that test passes without it.
+That issue is closed, but torch 2.13 still needs this file: if runtime/distributed/launch.py calls init_process_group
+without a store, so that torch meets by its own environment variables, then the test
+test_launcher_restarts_killed_processes (tests/trainer/checkpoint/test_faults.py) hangs after the restart. Remove the
+file once that test passes without it.
 """
 
 import os
@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] public
 
-from config.errors import RunError
-from distributed.signals import launcher_is_gone
+from runtime.config.errors import RunError
+from runtime.distributed.signals import launcher_is_gone
 
 REPORT_AFTER_SECONDS = 5
 POLL_SECONDS = 0.02

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from types import FrameType
 
-from distributed.world import is_main_process
+from runtime.distributed.world import is_main_process
 
 # Sent by terminals (SIGINT by Ctrl-C, SIGHUP when they close), schedulers (SIGTERM; SIGUSR1 or SIGUSR2 some time before
 # the time limit; SIGXCPU at a limit of processor time) and containers (SIGTERM, SIGPWR). SIGQUIT (Ctrl-\) keeps its
@@ -27,8 +27,8 @@ class Preempted(Exception):
 def launcher() -> int | None:
     """Return the process that started this one, if it is torch's launcher.
 
-    The first call must be early (cli/scripts.py): the parent changes when the launcher is killed. Without torch's
-    launcher the parent may be a shell, which ends before a run that `nohup` keeps.
+    The first call must be early (runtime/cli/scripts.py): the parent changes when the launcher is killed. Without
+    torch's launcher the parent may be a shell, which ends before a run that `nohup` keeps.
     """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
@@ -65,7 +65,7 @@ def signals_to_catch() -> list[signal.Signals]:
 class StopSignal:
     """Records whether this process has received a stop signal, or its launcher has been killed."""
 
-    received = False  # a class attribute, reset by each new object: distributed/nested.py reads it after training
+    received = False  # a class attribute, reset by each new object: trainer/nested.py reads it after training
 
     def __init__(self) -> None:
         StopSignal.received = False

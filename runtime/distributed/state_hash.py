@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.errors import RunError
-from distributed.collectives import all_gather
-from distributed.sharding import is_sharded
 from model.seeds import mix_bits
+from runtime.config.errors import RunError
+from runtime.distributed.collectives import all_gather
+from runtime.distributed.sharding import is_sharded
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, like all factors here, so that multiplication modulo 2**64 is invertible

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.private_torch import foreach_add_
+from runtime.private_torch import foreach_add_
 
 
 class TreeSum:

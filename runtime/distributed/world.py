@@ -2,7 +2,7 @@
 
 import os
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 
 def num_processes() -> int:

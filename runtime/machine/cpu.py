@@ -9,8 +9,8 @@ from contextlib import suppress
 import psutil
 import torch
 
-from config.errors import ConfigError
-from distributed.cores import available_cores
+from runtime.config.errors import ConfigError
+from runtime.machine.cores import available_cores
 
 # Options of mallopt (man 3 mallopt), in order: the amount of free memory above which it is returned to the system, the
 # extra memory per request, and the size above which a block is mapped separately (and unmapped as soon as it is freed).

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 import data.prepare.prepare
-from config.errors import ConfigError
 from data.integrity import metadata_digest, verify
 from data.text import TextCorpus, TextDataset
+from runtime.config.errors import ConfigError
 from tests.data.prepare.test_prepare import make, make_documents, texts, write_jsonl
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))]

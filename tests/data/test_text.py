@@ -23,8 +23,6 @@ from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import data.prepare.prepare
-from config.errors import ConfigError
-from config.parser import parse_config
 from data.corpus import load_corpus
 from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
@@ -34,6 +32,8 @@ from data.text import TextCorpus, TextDataset
 from data.tokenizer import load_tokenizer
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, environment, metrics, rewind, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 

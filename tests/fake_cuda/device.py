@@ -410,5 +410,5 @@ def patch_compilation() -> None:
     torch._functorch.config.graphsafe_rng_functionalization = False
     torch.compile, torch.nn.Module.compile = compile_eagerly, compile_module
     attention.HAS_TRITON = True
-    if summary := sys.modules.get("run.summary"):
+    if summary := sys.modules.get("trainer.run.summary"):
         summary.HAS_TRITON = True

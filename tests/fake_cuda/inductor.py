@@ -27,9 +27,9 @@ from torch._inductor.runtime import triton_helpers  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from config.parser import parse_config  # noqa: E402
 from model.gpt import Block  # noqa: E402
 from model.loss import Targets, differentiate_loss  # noqa: E402
+from runtime.config.parser import parse_config  # noqa: E402
 
 H100 = GPUTarget("cuda", 90, 32)
 ROWS = 4096  # of a chunk of logits

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from cli import scripts
+from runtime.cli import scripts
 from tests.fake_cuda import mps
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
-from cli import scripts
+from runtime.cli import scripts
 from tests.fake_cuda import device
 
 BEGIN, END = 4, 7  # steps, counted from 0; step 3 is logged

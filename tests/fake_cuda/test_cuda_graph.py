@@ -74,7 +74,7 @@ def test_two_gpus_train_same_bits_and_launch_graphs(two_gpus):
     assert_same(graphed, two_gpus())
     steps, processes, micro_batches = 3, 2, 3
     assert replays(graphed) == steps * processes * micro_batches
-    assert graphed.of_kind("sync", "copy", "hazard") == {("event", "training/results.py")}
+    assert graphed.of_kind("sync", "copy", "hazard") == {("event", "trainer/results.py")}
     assert not graphed.of_kind("attention"), "no kernel is launched by itself"
 
 
@@ -93,7 +93,7 @@ def test_graph_distils_same_bits_without_synchronisation(two_gpus, folder):
     )
     assert_same(graphed, run)
     assert "train/teacher_kl" in metrics(run.directory)[-1] and replays(graphed) > 0
-    assert run.of_kind("sync", "copy", "hazard") == {("event", "training/results.py")}
+    assert run.of_kind("sync", "copy", "hazard") == {("event", "trainer/results.py")}
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_step_is_replayed_on_cpu(folder, tmp_path):
 
 OTHER_LENGTHS = """
 import train
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 train_step = train.train_step
 def with_short_sequences(state, step, micro_batches, *arguments, **more):
     lengths = (128, 64, 64, 128, 96, 128)
@@ -138,7 +138,7 @@ run_and_exit("train")
 """
 OTHER_SCALES_AND_METRIC = """
 import train
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 from model.gpt import GPTModel
 forward = GPTModel.forward
 def with_metric(model, **inputs):
@@ -150,7 +150,7 @@ run_and_exit("train")
 """
 OTHER_NUMBER = """
 import train
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 train_step = train.train_step
 def with_other_dropout(state, step, *arguments, **more):
     state.network.blocks[1].dropout.p = 0.1 * (step // 3)
@@ -159,7 +159,7 @@ train.train_step = with_other_dropout
 run_and_exit("train")
 """
 READS_ON_HOST = """
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 from model.gpt import Block
 forward = Block.forward
 def read_on_host(block, x_BTC, *arguments):

@@ -63,7 +63,7 @@ def test_flex_attention_equals_cpu(settings, corpus, tmp_path):
     settings = [*WIDE, *settings, "--data.source", "text", "--data.path", corpus, "--model.position", "rope"]
     run = train_on_gpus("one_gpu", 1, *settings, out_dir=tmp_path)
     assert_same_training(run, train_on_cpu(*settings, out_dir=tmp_path / "cpu"))
-    assert run.of_kind("sync") == {("event", "training/results.py")}
+    assert run.of_kind("sync") == {("event", "trainer/results.py")}
 
 
 def test_logged_step_waits_once_per_kind_of_result(tmp_path):
@@ -73,8 +73,8 @@ def test_logged_step_waits_once_per_kind_of_result(tmp_path):
     waits: Counter[str] = Counter()
     for (kind, _, place), count in run.events.items():
         waits[place.partition(":")[0]] += count / 2 * (kind == "sync")
-    assert waits["training/block_stats.py"] == 2, "norms and activations"
-    assert waits["training/evaluation.py"] == 1 and waits["data/synthetic/excess.py"] == 2, run.events
+    assert waits["trainer/block_stats.py"] == 2, "norms and activations"
+    assert waits["trainer/evaluation.py"] == 1 and waits["data/synthetic/excess.py"] == 2, run.events
 
 
 @pytest.fixture(scope="module")

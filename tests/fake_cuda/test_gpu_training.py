@@ -13,7 +13,7 @@ from tests.conftest import TINY_STORIES, rewind, train
 from tests.fake_cuda.launch import SETTINGS, Trained, train_on_gpus
 
 LAUNCHES = {"one_gpu": 1, "multi_gpu": 2, "fsdp2": 2}
-READ_OF_STEP_BEFORE = ("event", "training/results.py")
+READ_OF_STEP_BEFORE = ("event", "trainer/results.py")
 
 
 def train_on_cpu(*arguments, out_dir):

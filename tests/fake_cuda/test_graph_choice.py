@@ -12,10 +12,10 @@ from tests.support import forked
 PROGRAM = """
 import os
 import torch
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 from model.gpt import Block
-from training import graph_choice
-from training.cuda_graph import GraphedMicroBatch
+from trainer import graph_choice
+from trainer.cuda_graph import GraphedMicroBatch
 
 graph_choice.MIN_MICRO_BATCHES = 0
 is_capturing = torch.cuda.is_current_stream_capturing

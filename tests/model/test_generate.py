@@ -7,7 +7,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from model import gpt
 from model.generate import KVCache, sample_tokens
 from tests.model.test_model import make_lively_model, make_model, make_tokens
-from training.cpu_kernels import use_cpu_kernels
+from trainer.cpu_kernels import use_cpu_kernels
 
 KINDS = {
     "learned": {},

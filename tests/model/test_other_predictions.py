@@ -6,22 +6,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.checks.test_gradients import LEARN, TEACHER, errors_of
 
 import sample
-from checks import model as checks
-from config.errors import ConfigError
-from config.parser import parse_config
 from model.config import GPTConfig
 from model.generate import CannotGenerate
 from model.gpt import GPTModel
 from model.hf import to_transformers
 from model.loss import count_targets
-from pretrained import export
-from pretrained.settings import ExportConfig, SampleConfig
-from run import trackers
-from tests.checks.test_gradients import LEARN, TEACHER, errors_of
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from tests.support import forked
+from trainer.checks import model as checks
+from trainer.pretrained import export
+from trainer.pretrained.settings import ExportConfig, SampleConfig
+from trainer.run import trackers
 
 PROGRAM = "tests/programs/masked_train.py"
 EXPORTABLE = GPTConfig(vocab_size=20, d_model=16, n_heads=2)

@@ -13,10 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
-from checkpoint import saver
-from cli import scripts
-from distributed.sharding import is_sharded
-from distributed.signals import StopSignal
+from runtime.cli import scripts
+from runtime.distributed.sharding import is_sharded
+from runtime.distributed.signals import StopSignal
+from trainer.checkpoint import saver
 
 FAULTS = os.environ["FAULTS"].split()
 RESTART = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import model.gpt
-from checks.short_run import parse_short_run
-from cli import scripts
 from data.synthetic.stories import StoriesDataset
+from runtime.cli import scripts
+from trainer.checks.short_run import parse_short_run
 
 MASK = 0
 
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     model.gpt.attention_masks = bidirectional_masks
     model.gpt.GPTModel.predicts_next_token = False
     if "--verify_steps" in sys.argv:
-        scripts.run_and_exit("verify", parse_short_run, module="checks.verification")
+        scripts.run_and_exit("verify", parse_short_run, module="trainer.checks.verification")
     scripts.run_and_exit("train")

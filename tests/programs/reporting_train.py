@@ -11,8 +11,8 @@ import torch
 import model.gpt
 import model.loss
 import train
-from cli import scripts
-from run import resolve
+from runtime.cli import scripts
+from trainer.run import resolve
 
 Z_LOSS, HELP = 0.01, 100.0
 cross_entropy_loss = model.loss.loss_of_logits

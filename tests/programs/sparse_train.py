@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import model.gpt
-from cli import scripts
+from runtime.cli import scripts
 
 
 class SparseMLP(model.gpt.MLP):

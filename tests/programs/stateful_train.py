@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import train
-from checks import verification
-from checks.short_run import parse_short_run
-from cli import scripts
+from runtime.cli import scripts
+from trainer.checks import verification
+from trainer.checks.short_run import parse_short_run
 
 STATE = os.environ["STATE"]
 
@@ -65,5 +65,5 @@ if __name__ == "__main__":
     train.build_optimizer = verification.build_optimizer = CountingSGD
     if "--verify_steps" in sys.argv:
         verification.Verification.checks = lambda self: {"resuming is bitwise": self.resuming_is_bitwise}
-        scripts.run_and_exit("verify", parse_short_run, module="checks.verification")
+        scripts.run_and_exit("verify", parse_short_run)
     scripts.run_and_exit("train")

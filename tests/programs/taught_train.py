@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
-from config.parser import parse_config
-from pretrained.load import hash_weights
+from runtime.config.parser import parse_config
+from trainer.pretrained.load import hash_weights
 
 if __name__ == "__main__":
     models, add_teacher = [], train.add_teacher

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from config.parser import parse_config, parse_tool
-from config.schema import TrainConfig
 from docs import settings
+from runtime.config.parser import parse_config, parse_tool
+from runtime.config.schema import TrainConfig
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tools.sweep import SweepConfig, plan_sweep

@@ -97,7 +97,7 @@ def test_patches_apply_in_any_order(tmp_path):
 
 
 SHARED_ROWS = """
-from config.parser import parse_config
+from runtime.config.parser import parse_config
 from data.corpus import load_corpus
 words = "--data.source counting --model.vocab_size 50 --seq_len 16 --data.num_samples 200 --evaluation.num_samples 20"
 corpus = load_corpus(parse_config(words.split()))

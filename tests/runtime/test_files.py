@@ -9,16 +9,16 @@ import subprocess
 
 import pytest
 
-from config.errors import ConfigError
-from config.parser import parse_config
-from run.directory import Run, Status
-from run.metrics_log import RowWriter
-from run.start import check_run
-from storage import files
-from storage.files import temporary_folder
+from runtime import files
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
+from runtime.files import temporary_folder
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 from tests.data.prepare.test_prepare import make_documents, run, write_jsonl
 from tests.support import forked
+from trainer.run.directory import Run, Status
+from trainer.run.metrics_log import RowWriter
+from trainer.run.start import check_run
 
 # Errors of Lustre without -o flock, and of FUSE for fsync of a folder.
 NO_LOCKS = "def answer(*_): raise OSError(38, 'Function not implemented')\nimport fcntl\nfcntl.flock = answer\n"
@@ -210,7 +210,7 @@ def test_no_file_of_a_run_is_opened_through_a_link(tmp_path, outside, monkeypatc
     run.path.mkdir()
     (run.path / name).symlink_to(outside / target)
     if name == "status.json":  # written in place if the disk has no room for a second file
-        monkeypatch.setattr("run.directory.write_atomically", lambda *_: open("/nowhere/file"))
+        monkeypatch.setattr("trainer.run.directory.write_atomically", lambda *_: open("/nowhere/file"))
         run.write_status(Status("running", 0))
     elif name == ".lock":
         with pytest.raises(OSError, match="symbolic links"):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make a folder with an aarch64 Python and the wheels of requirements.txt, in which tests/distributed/test_arm.py trains:
+# Make a folder with an aarch64 Python and the wheels of requirements.txt, in which tests/runtime/machine/test_arm.py trains:
 # bash tests/support/arm_root.sh runs/arm_root
 # It runs on Debian, needs pip, but not root, and takes 6 GB.
 set -euo pipefail

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ["train", "verify", "checkpoint.storage", "torch._dynamo", "torch.distributed.run"]
+PRELOADED = ["train", "verify", "trainer.checkpoint.tensor_files", "torch._dynamo", "torch.distributed.run"]
 PRELOADED += ["transformers.models.gpt2.modeling_gpt2", "transformers.models.qwen3.modeling_qwen3"]
 PRELOADED += ["sample"]
 PRELOADED += ["datasets", "transformers.tokenization_utils_tokenizers"]  # of data.prepare and of tokenizers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from cli import scripts
+from runtime.cli import scripts
 from tests.conftest import ROOT, metrics
 
 TINY = ["--config", str(ROOT / "tests" / "support" / "tiny_stories.yaml"), "--exact", "true"]

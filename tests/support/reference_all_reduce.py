@@ -1,7 +1,7 @@
 """A hand-written training step, the reference for train.py: torchrun reference_all_reduce.py OUT_FILE STEPS.
 
 Every process takes its slice of the global batch, back-propagates the sum of its losses, adds up gradients and target
-counts with all_reduce, divides, clips and updates. Nothing of training/ is used, nor DDP, nor Accelerate.
+counts with all_reduce, divides, clips and updates. Nothing of trainer/ is used, nor DDP, nor Accelerate.
 """
 
 import json

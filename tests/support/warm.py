@@ -8,9 +8,9 @@ import importlib
 import weakref
 from contextlib import suppress
 
-from checkpoint.identity import code_hash
-from config.parser import parse_config
+from runtime.config.parser import parse_config
 from tests.support.forked import PRELOADED
+from trainer.checkpoint.identity import code_hash
 
 gc.disable()  # imports make no garbage
 for name in PRELOADED:

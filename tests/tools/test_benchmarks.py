@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from config.parser import parse_config
-from distributed.cores import available_cores
+from runtime.config.parser import parse_config
+from runtime.machine.cores import available_cores
 from tests.conftest import ROOT, environment
 from tests.support import forked
 from tools.benchmark import __main__ as command_line

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from cli import scripts
-from config.errors import ConfigError
-from config.parser import parse_tool
+from runtime.cli import scripts
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_tool
 from tests.conftest import ROOT, TINY_STORIES, commands, python, train
 from tools import compare, plot
 from tools.compare import CompareConfig, ComparedRun, main, p_values_against_best

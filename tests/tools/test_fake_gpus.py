@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoint.provenance import provenance
 from tests.conftest import ROOT, TINY_STORIES
 from tests.fake_cuda import device
 from tests.fake_cuda.conftest import folder  # noqa: F401 - a fixture
@@ -17,6 +16,7 @@ from tests.fake_cuda.launch import fake_gpus
 from tests.fake_cuda.test_gpu_scripts import outcome, programs, run  # noqa: F401 - a fixture
 from tests.support import forked
 from tools import gpu_check
+from trainer.checkpoint.provenance import provenance
 
 COMPARISONS = ["nccl", "equal bits", "equal losses", "kill and resume"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]

@@ -1,10 +1,10 @@
 """Replaying and comparing report that a run was trained by other code."""
 
 import pytest
-
-from checkpoint.identity import code_hash
 from tests.checkpoint.test_identity import finished, run, tree, under_code  # noqa: F401 - fixtures
+
 from tests.conftest import TINY_STORIES, python, train
+from trainer.checkpoint.identity import code_hash
 
 
 @pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])

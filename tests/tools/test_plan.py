@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from config.parser import parse_config
 from model.gpt import GPTModel
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES, environment, tensors, train
 from tests.support import forked
 

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 from tests.conftest import TINY_STORIES, environment, python, train
 from tests.support import forked
 from tools import plot

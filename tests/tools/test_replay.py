@@ -5,12 +5,12 @@ import re
 import shutil
 
 import pytest
+from tests.training.test_schedule import FORK
 
-from config.parser import parse_config
 from data.corpus import load_corpus
+from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from tests.support import forked
-from tests.training.test_schedule import FORK
 from tools.replay import describe_outcome
 
 RECIPE = [*TINY_STORIES, "--steps", 6, "--evaluation.every", 3, "--checkpoint.every", 2, "--micro_batch_size", 2]
@@ -86,7 +86,7 @@ class Model(train.GPTModel):
         return output._replace(loss=output.loss / (1 - is_bad.float()))
 import torch
 from data.corpus import load_corpus
-from config.parser import parse_config
+from runtime.config.parser import parse_config
 BAD = load_corpus(parse_config(sys.argv[1].split())).train[7]["labels"]
 train.GPTModel = Model
 del sys.argv[:2]
@@ -119,7 +119,7 @@ def test_diverged_run_has_no_finite_sequence(tmp_path):
 
 SPLITS = """
 import sys, data.loader as loader
-from cli import scripts
+from runtime.cli import scripts
 load = loader.StepDataset.__getitem__
 def split(self, step):
     return {name: rows.reshape(-1, rows.shape[1] // 2) for name, rows in load(self, step).items()}
@@ -230,7 +230,7 @@ def test_outcome_says_what_was_compared(logged, again, differences, outcome):
 def test_gradient_of_a_fork_is_not_taken_for_rounding(tmp_path):
     """The run logs a digest with each checkpoint, but no loss before its end; then the gradient is multiplied by -5."""
     train(*RECIPE, "--tracking.log_every", 100, "--out_dir", tmp_path, "--name", "run")
-    code = "import train, tools.replay as replay, sys; from cli.scripts import run_and_exit\n"
+    code = "import train, tools.replay as replay, sys; from runtime.cli.scripts import run_and_exit\n"
     code += "backward = train.backward\n"
     code += "train.backward = lambda loss, *rest: backward(-5 * loss, *rest)\n"
     code += "del sys.argv[0]; run_and_exit('tools.replay', replay.ReplayConfig)"

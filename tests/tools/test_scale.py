@@ -10,9 +10,9 @@ import sys
 import pytest
 import yaml
 
-from config.errors import ConfigError, RunError
-from config.parser import parse_config
 from model.gpt import GPTModel
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, environment
 from tests.support import forked
 from tools.scale import ladder, law

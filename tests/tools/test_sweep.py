@@ -10,14 +10,14 @@ import time
 import pytest
 import yaml
 
-from checkpoint.manifest import File, Manifest
-from cli import scripts
-from config.errors import ConfigError, RunError
-from config.parser import parse_config, parse_tool
+from runtime.cli import scripts
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.parser import parse_config, parse_tool
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.support import forked
 from tools.jobs import runner
 from tools.sweep import SweepConfig, main, plan_sweep, split_values, write_run_config
+from trainer.checkpoint.manifest import File, Manifest
 
 # In place of train.py: writes the files of a run, and ends as `endings` names.
 FAKE = """
@@ -25,8 +25,8 @@ import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 import yaml
-from config.parser import parse_config
-from checkpoint.identity import code_hash
+from runtime.config.parser import parse_config
+from trainer.checkpoint.identity import code_hash
 config = parse_config(sys.argv[2:])
 data = config.data.replace(seed=config.data.seed or 0)
 config = config.replace(global_batch_size=config.global_batch_size or 8, data=data)

@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-
-from tests.conftest import TINY_STORIES, environment, train
 from tests.distributed.test_odd_machines import ASCII_SCREEN, BEGIN, foreign  # noqa: F401 - a fixture
 from tests.run.test_directory import FULL_STDOUT
+
+from tests.conftest import TINY_STORIES, environment, train
 from tests.support import forked
 
 BEGIN_MODULE = BEGIN.replace("run_path(sys.argv[0], ", "run_module(sys.argv[0], alter_sys=True, ")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from distributed.launch_checks import device_problems
+from runtime.distributed.launch_checks import device_problems
 from tests.conftest import ROOT
 from tools import trial
 from tools.experiment import change

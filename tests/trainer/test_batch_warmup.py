@@ -49,7 +49,7 @@ def test_branch_may_change_batch_warmup(run, runs):
 LOG_RECOMPILES = """
 import torch
 torch._logging.set_logs(recompiles=True)
-from cli import scripts
+from runtime.cli import scripts
 scripts.run_and_exit("train")
 """
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
+from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES, metrics, tensors, train
-from training.block_stats import BlockStatistics
+from trainer.block_stats import BlockStatistics
 
 WORDS = "--steps 3 --checkpoint.every 1 --schedule.warmup_steps 0 --model.dropout 0 --optimizer.grad_clip null"
 SHORT = [*TINY_STORIES, *WORDS.split()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY_STORIES, metrics, train
-from training.prepare_model import separate_compilation_caches
+from trainer.prepare_model import separate_compilation_caches
 
 
 @pytest.fixture

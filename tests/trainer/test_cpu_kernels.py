@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import model.gpt
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from training import cpu_kernels
-from training.cpu_kernels import EagerAttention, use_cpu_kernels
+from trainer import cpu_kernels
+from trainer.cpu_kernels import EagerAttention, use_cpu_kernels
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 

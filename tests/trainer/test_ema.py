@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-
-from config.errors import ConfigError
-from pretrained import export
-from pretrained.load import load_run
-from pretrained.settings import ExportConfig
-from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
 from tests.distributed.test_sharding import sharded
+
+from runtime.config.errors import ConfigError
+from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
 from tests.support import forked
-from training.ema import ema_weights, track_ema
+from trainer.ema import ema_weights, track_ema
+from trainer.pretrained import export
+from trainer.pretrained.load import load_run
+from trainer.pretrained.settings import ExportConfig
 
 AVERAGE = 0.7  # the first seven steps use a smaller decay
 RUN = [*TINY_STORIES, "--name", "run", "--evaluation.every", "2", "--checkpoint.every", "2"]
@@ -96,8 +96,8 @@ def test_export_and_sample_use_the_ema_weights(averaged, plain, tmp_path):
 
 OWN_AVERAGE = """
 import sys, train
-from cli import scripts
-from training.ema import track_ema
+from runtime.cli import scripts
+from trainer.ema import track_ema
 del sys.argv[0]
 build, decay = train.build_optimizer, float(sys.argv.pop(1))
 def build_averaging(network, config, ema_decay):

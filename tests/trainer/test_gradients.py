@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.support import forked
 from tests.support.forked import server
-from training.gradients import backward, fill_missing_gradients, first_backward
+from trainer.gradients import backward, fill_missing_gradients, first_backward
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from config.schema import TrainConfig
-from training import graph_choice
+from runtime.config.schema import TrainConfig
+from trainer import graph_choice
 
 
 class Graph:

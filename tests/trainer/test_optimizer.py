@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon
 
-from config.schema import OptimizerConfig
-from distributed.sharding import full_tensor
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from runtime.config.schema import OptimizerConfig
+from runtime.distributed.sharding import full_tensor
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
 from tests.support.forked import server
-from training import optimizer as optimizer_module
-from training.optimizer import POLAR_EXPRESS, build_optimizer, learning_rates, orthogonalize
+from trainer import optimizer as optimizer_module
+from trainer.optimizer import POLAR_EXPRESS, build_optimizer, learning_rates, orthogonalize
 
 CONFIG = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.2, betas=(0.8, 0.9))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
-from training.gradients import loss_scale
+from trainer.gradients import loss_scale
 
 STEPS = 6
 FP16 = {"ACCELERATE_MIXED_PRECISION": "fp16"}

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.exc import CppCompileError
 
-from cli.scripts import run_script
-from config.errors import ConfigError
-from config.schema import TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import differentiate_loss
+from runtime.cli.scripts import run_script
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
 from tests.conftest import ROOT, environment, metrics, train, train_command
-from training import cpu_kernels
-from training.prepare_model import attention_kernels, checkpointed, missing_compiler, prepare_network
-from training.schedule import SCHEDULES
+from trainer import cpu_kernels
+from trainer.prepare_model import attention_kernels, checkpointed, missing_compiler, prepare_network
+from trainer.schedule import SCHEDULES
 
 TINY = "--config tests/support/tiny_stories.yaml --steps 6 --evaluation.every 0 --checkpoint.every 6".split()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from config.errors import RunError
-from training.results import NonFiniteError, Results
+from runtime.config.errors import RunError
+from trainer.results import NonFiniteError, Results
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_nan_loss_names_process_and_replay(monkeypatch):
         rows[1].copy_(row)
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr("training.results.dist.all_gather", all_gather)
+    monkeypatch.setattr("trainer.results.dist.all_gather", all_gather)
     results = Results(1, 2, CPU, run_directory=Path("my runs/a"))
     send(results, 1.0, math.nan, grad_norm=math.nan, step=3)
     with pytest.raises(
@@ -115,12 +115,12 @@ def test_counts_are_exact_beyond_float32():
 
 def test_changed_or_reserved_names_are_refused(monkeypatch):
     results = Results(0, 2, CPU)
-    monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, *mine])
+    monkeypatch.setattr("trainer.results.gather_object", lambda mine: [*mine, *mine])
     results.register_names({"z_loss": (0, 0)})
     with pytest.raises(RunError, match=r"\['z_loss'\] at first and \['balance'\] now"):
         results.start_gather(1, [(torch.tensor(1.0), {"balance": (0, 0)})], torch.tensor(12), False)
     with pytest.raises(RunError, match="reports grad_norm"):
         results.register_names({"grad_norm": (0, 0)})
-    monkeypatch.setattr("training.results.gather_object", lambda mine: [*mine, ["balance"]])
+    monkeypatch.setattr("trainer.results.gather_object", lambda mine: [*mine, ["balance"]])
     with pytest.raises(RunError, match=r"\[\['z_loss'\], \['balance'\]\]"):
         results.register_names({"z_loss": (0, 0)})

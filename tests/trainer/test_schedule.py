@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from runtime.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from tests.support import forked
-from training.optimizer import apply_schedules, build_optimizer
-from training.schedule import SCHEDULES, lr_scale, scheduled_value
+from trainer.optimizer import apply_schedules, build_optimizer
+from trainer.schedule import SCHEDULES, lr_scale, scheduled_value
 
 
 def scales(steps=100, **settings):
@@ -106,7 +106,7 @@ def test_schedule_sets_model_setting_that_a_module_reads(monkeypatch):
 
 FORK = """
 import sys
-from training.schedule import SCHEDULES
+from trainer.schedule import SCHEDULES
 SCHEDULES |= {"dropout": lambda rate, config, step: rate * (1 + step % 2)}
 SCHEDULES |= {"grad_clip": lambda norm, config, step: norm / (1 + step)}
 import runpy

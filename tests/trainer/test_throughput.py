@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from data.sampler import BatchSizes
-from training import throughput
-from training.throughput import Throughput, peak_bf16_flops, peak_memory_bytes
+from trainer import throughput
+from trainer.throughput import Throughput, peak_bf16_flops, peak_memory_bytes
 
 
 @pytest.mark.parametrize(

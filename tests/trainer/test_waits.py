@@ -5,22 +5,24 @@ import signal
 import subprocess
 
 import pytest
+from tests.distributed.test_signals import WAIT_SECONDS, children, start, status
 
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
-from tests.distributed.test_signals import WAIT_SECONDS, children, start, status
 from tests.support import forked
 
 LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]
 IN_A_FORK = """
 import tempfile, time, train
-from cli import scripts
+from runtime.cli import scripts
 {}
 scripts.run_and_exit("train")
 """
 # Both cache the folder that the forked process has chosen.
 FORGETS_TMPDIR = "import multiprocessing; multiprocessing.current_process()._config.pop('tempdir', None)"
 LOOKS_FOR_TMPDIR = IN_A_FORK.format(f"tempfile.tempdir = None; {FORGETS_TMPDIR}")
-HANGING_SAVE = IN_A_FORK.format("from checkpoint import storage; storage.write = lambda *_: time.sleep(600)")
+HANGING_SAVE = IN_A_FORK.format(
+    "from trainer.checkpoint import tensor_files; tensor_files.write = lambda *_: time.sleep(600)"
+)
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from config.parser import parse_config
 from data.corpus import load_corpus
-from distributed.cpu import prepare_cpu
-from distributed.world import is_main_process, num_processes
 from model.gpt import GPTModel
-from training.optimizer import build_optimizer
-from training.prepare_model import prepare_network
+from runtime.config.parser import parse_config
+from runtime.distributed.world import is_main_process, num_processes
+from runtime.machine.cpu import prepare_cpu
+from trainer.optimizer import build_optimizer
+from trainer.prepare_model import prepare_network
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.cores import available_cores
-from distributed.cpu import prepare_cpu
 from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
+from runtime.machine.cores import available_cores
+from runtime.machine.cpu import prepare_cpu
 from tools.benchmark import programs
 from tools.benchmark.programs import BF16, PEER, RANDOM, WITHOUT_WANDB, Case, Group, Shape, nanogpt, ours
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from config.parser import parse_config
 from model.gpt import build_on_meta_device
+from runtime.config.parser import parse_config
 from tools.benchmark import programs
 from tools.benchmark.programs import BF16, PEER, WITHOUT_WANDB, Case, Group, Shape, train_to_loss
-from training.throughput import peak_bf16_flops
+from trainer.throughput import peak_bf16_flops
 
 ON_GPU = torch.cuda.is_available()
 

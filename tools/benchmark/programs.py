@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from run.metrics_log import read_rows
 from tools.benchmark.tables import ROOT
+from trainer.run.metrics_log import read_rows
 
 Case = Callable[[], Any]
 # The name of a group, its cases, and for a case the names of its baselines, by which its figures are divided.

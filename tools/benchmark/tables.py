@@ -18,8 +18,8 @@ from statistics import median, quantiles
 import psutil
 import torch
 
-from checkpoint.provenance import provenance
 from tools import plot
+from trainer.checkpoint.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"

@@ -11,7 +11,7 @@ run the same command again to resume. docs/experiments.md explains the method.
 """
 
 if __name__ == "__main__":
-    from cli.scripts import run_and_exit
+    from runtime.cli.scripts import run_and_exit
     from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 
     run_and_exit(

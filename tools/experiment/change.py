@@ -19,9 +19,9 @@ from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from storage.files import temporary_folder
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from runtime.files import temporary_folder
 from tools.experiment.settings import PER_RUN_OPTIONS
 
 ROOT = Path(__file__).parents[2]

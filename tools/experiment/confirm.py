@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from config.errors import ConfigError
-from storage.files import write_atomically
+from runtime.config.errors import ConfigError
+from runtime.files import write_atomically
 from tools.experiment import report, verdicts
 from tools.experiment.change import Idea, idea_texts, parse_idea
 from tools.experiment.race import (

@@ -252,7 +252,7 @@ def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, Data]) -> Iterator[dict[str, Any]]:
     """Yield the answer to each request of one code, whose model runs in one process for each of the evaluations."""
-    from config.parser import parse_config
+    from runtime.config.parser import parse_config
 
     models: list[Model | None] = [None, None]
     for request in requests:
@@ -285,7 +285,7 @@ def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, D
 
 def check_manifests(hashes: dict[str, str]) -> None:
     """Raise Crash if a checkpoint is not the one that was there when the run ended."""
-    from storage.files import sha256
+    from runtime.files import sha256
 
     for file, expected in hashes.items():
         if not Path(file).is_file() or sha256(Path(file)) != expected:

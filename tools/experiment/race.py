@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
-from config.errors import ConfigError, RunError
-from config.paths import expand_user_path
-from storage.files import lock, open_no_link, write_atomically
-from storage.json_objects import parse_object
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.paths import expand_user_path
+from runtime.files import lock, open_no_link, write_atomically
+from runtime.json_objects import parse_object
 from tools.experiment import change, report, verdicts
 from tools.experiment.change import Checkouts, Idea, head_commit, idea_texts, is_patch, parse_idea, split_words
 from tools.experiment.record import RECORD_VERSION, Record, Round, describe

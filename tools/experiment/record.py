@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.errors import ConfigError
-from storage.files import write_atomically
-from storage.json_objects import parse_object
+from runtime.config.errors import ConfigError
+from runtime.files import write_atomically
+from runtime.json_objects import parse_object
 from tools.experiment.change import Idea
 from tools.experiment.variant import Variant
 

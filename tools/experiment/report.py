@@ -10,9 +10,9 @@ from statistics import fmean
 from string import ascii_uppercase
 from typing import Any
 
-from cli.output import aligned
-from config.errors import ConfigError
-from config.paths import expand_user_path
+from runtime.cli.output import aligned
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
 from tools.experiment import verdicts
 from tools.experiment.picture import draw, label, unit_of
 from tools.experiment.record import Record, Round

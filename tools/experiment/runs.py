@@ -15,10 +15,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from config.errors import RunError
-from run.directory import Run
-from storage.files import open_no_link, sha256
-from storage.json_objects import from_json, parse_object
+from runtime.config.errors import RunError
+from runtime.files import open_no_link, sha256
+from runtime.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT
 from tools.experiment.variant import (
     Variant,
@@ -29,6 +28,7 @@ from tools.experiment.variant import (
 )
 from tools.experiment.verdicts import Group
 from tools.jobs.runner import Job, JobRunner
+from trainer.run.directory import Run
 
 # Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
 BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}

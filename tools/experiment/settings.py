@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from config.errors import ConfigError
-from config.help import PASSED_ON
 from model.settings import NonNegativeInt, PositiveInt, Settings
+from runtime.config.errors import ConfigError
+from runtime.config.help import PASSED_ON
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")

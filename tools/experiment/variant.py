@@ -20,21 +20,21 @@ from typing import Any
 
 import yaml
 
-from checkpoint.identity import code_hash
-from config.errors import ConfigError, RunError
-from config.paths import expand_user_path
-from config.schema import flat_settings
-from config.yaml_files import read_yaml
 from data.sampler import BatchSizes
-from run.directory import Run
-from storage.files import sha256 as hash_file
-from storage.files import write_once
-from storage.json_objects import parse_object
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.paths import expand_user_path
+from runtime.config.schema import flat_settings
+from runtime.config.yaml_files import read_yaml
+from runtime.files import sha256 as hash_file
+from runtime.files import write_once
+from runtime.json_objects import parse_object
 from tools.experiment import change
 from tools.experiment.change import Checkouts, Idea
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job
 from tools.scale.recipe import LR_POWER
+from trainer.checkpoint.identity import code_hash
+from trainer.run.directory import Run
 
 # Settings and sections in which the runs of one variant may differ.
 PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}

@@ -41,7 +41,7 @@ def resolve(baseline: str) -> int:
     checks.__path__ = [str(Path(baseline, "checks"))]
     sys.modules["checks"] = checks
 
-    from config.errors import ConfigError
+    from runtime.config.errors import ConfigError
 
     for line in sys.stdin:
         try:
@@ -68,10 +68,10 @@ def resolve(baseline: str) -> int:
 
 def describe(file: str) -> dict[str, Any]:
     """Resolve the settings of a config file, and count what a run with them costs."""
-    from config.errors import ConfigError
-    from config.parser import parse_config
     from data.corpus import load_corpus
     from model.gpt import GPTModel, build_on_meta_device
+    from runtime.config.errors import ConfigError
+    from runtime.config.parser import parse_config
 
     if not getattr(GPTModel, "predicts_next_token", True):  # an older commit does not have it
         problem = "the model does not predict the next token, whose loss tools.experiment computes for all variants"
@@ -111,12 +111,14 @@ def failed_checks(file: str) -> list[str]:
 
     A changed network may differ from GPT-2 and Qwen3, so `logits = transformers'` is not required to hold.
     """
-    from checks.short_run import parse_short_run
-    from checks.verification import Verification
+    import train
+    from trainer.checks.short_run import parse_short_run
+    from trainer.checks.verification import Verification
 
     failed = []
     with tempfile.TemporaryDirectory() as folder:  # verify.py makes runs of its own
-        verification = Verification(parse_short_run(["--config", file, "--out_dir", folder, "--exact", "false"]))
+        config = parse_short_run(["--config", file, "--out_dir", folder, "--exact", "false"])
+        verification = Verification(config, train)
         for name, check in verification.model_checks().items():
             result, figure = verification.run(check)
             if result == "FAIL" and not name.startswith("logits = transformers'"):
@@ -146,8 +148,8 @@ def train(file: str, *words: str) -> int:
     FILE.RANK has the hashes of all sequences, int64. A session that fails or is killed records nothing.
     """
     import data.loader
-    from cli.scripts import run_script
-    from distributed.world import process_rank
+    from runtime.cli.scripts import run_script
+    from runtime.distributed.world import process_rank
 
     # Wrap the function that reads batches, which only the baseline's `data/` may define.
     hashes, load_batch = [torch.empty(0, dtype=torch.int64)], data.loader.load_batch
@@ -179,7 +181,7 @@ def logits(file_descriptor: str) -> int:
     A batch is a safetensors file of the arguments of the model's forward without labels, each [B, T]; the answer has
     `logits`, float32 [B, T, V].
     """
-    from pretrained.load import load_run
+    from trainer.pretrained.load import load_run
 
     connection = Connection(int(file_descriptor))
     model = None

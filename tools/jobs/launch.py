@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 
 @dataclass(frozen=True)

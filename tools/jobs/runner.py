@@ -22,12 +22,12 @@ from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from checkpoint.identity import code_hash
-from config.errors import RunError, error_kind
-from distributed.cores import available_cores
-from distributed.signals import signals_to_catch
-from run.directory import Run, Status
-from storage.files import open_no_link
+from runtime.config.errors import RunError, error_kind
+from runtime.distributed.signals import signals_to_catch
+from runtime.files import open_no_link
+from runtime.machine.cores import available_cores
+from trainer.checkpoint.identity import code_hash
+from trainer.run.directory import Run, Status
 
 MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
 EXIT_STOPPED = 75  # of train.py, after a signal

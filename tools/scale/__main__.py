@@ -5,7 +5,7 @@ the loss falls, predicts a run with four times the FLOPs of the largest and then
 learning rates of several widths. Run the same command again to resume. docs/scaling_law.md has the rules and the law.
 """
 
-from cli.scripts import run_and_exit
+from runtime.cli.scripts import run_and_exit
 from tools.scale.settings import ScaleConfig
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint.identity import code_hash
-from config.errors import ConfigError, RunError
-from config.paths import expand_user_path
-from storage.files import sha256, write_atomically
-from storage.json_objects import parse_object
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.paths import expand_user_path
+from runtime.files import sha256, write_atomically
+from runtime.json_objects import parse_object
 from tools.jobs.launch import Launch
 from tools.jobs.runner import JobRunner
 from tools.scale import recipe
 from tools.scale.settings import ScaleConfig
+from trainer.checkpoint.identity import code_hash
 
 # Modules that import torch are imported where they are used, so that wrong settings are refused at once.
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from config.parser import parse_config
-from config.schema import TrainConfig
 from data.sampler import BatchSizes
 from data.synthetic.stories import get_story_generator
 from model.config import GPTConfig
-from run.directory import Run
+from runtime.config.parser import parse_config
+from runtime.config.schema import TrainConfig
 from tools.jobs.runner import Job
 from tools.scale.recipe import learning_rate, measure_network
+from trainer.run.directory import Run
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "scaling_law.yaml"

@@ -8,9 +8,9 @@ import json
 import math
 from typing import NamedTuple
 
-from config.errors import ConfigError
 from data.synthetic.world import MAX_FACTS
 from model.config import FAMILIES, GPTConfig
+from runtime.config.errors import ConfigError
 
 WIDTH_PER_LAYER = 64  # as in GPT-2 124M (768 / 12) and for nanochat's --depth
 HEAD_DIM = 64

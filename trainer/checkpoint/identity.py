@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOT_TRAINING = {"tests", "tools", "docs", "examples", "wandb"}  # W&B's client writes into a folder of its name
 # `from a.b import c` (a) or `import a.b, c` (a.b, c).
 IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([^\n#]+))", re.MULTILINE)

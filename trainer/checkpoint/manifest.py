@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from config.schema import CheckpointConfig, flat_settings
-from storage.files import sha256, write_atomically
-from storage.json_objects import from_json, parse_object
+from runtime.config.schema import CheckpointConfig, flat_settings
+from runtime.files import sha256, write_atomically
+from runtime.json_objects import from_json, parse_object
 
 FORMAT = 1
 MANIFEST = "manifest.json"

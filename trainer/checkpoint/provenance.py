@@ -11,8 +11,8 @@ import accelerate
 import torch
 from accelerate import Accelerator
 
-from checkpoint.identity import ROOT, code_hash
-from distributed.launch import num_shards, uses_cpu
+from runtime.distributed.launch import num_shards, uses_cpu
+from trainer.checkpoint.identity import ROOT, code_hash
 
 
 @cache  # the code of this process, even if its files are edited later; git is slow on a network disk

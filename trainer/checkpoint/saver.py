@@ -1,7 +1,7 @@
 """Save checkpoints in the background: weights, optimizer state and the step, as safetensors and JSON.
 
-A checkpoint is written into a temporary sibling directory, its manifest (checkpoint/manifest.py) last, and then
-renamed. checkpoint/storage.py writes and reads the tensors.
+A checkpoint is written into a temporary sibling directory, its manifest (trainer/checkpoint/manifest.py) last, and then
+renamed. trainer/checkpoint/tensor_files.py writes and reads the tensors.
 """
 
 import errno
@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, rotate, step_directory
-from checkpoint.provenance import launch_facts, provenance
-from config.errors import ConfigError, RunError, error_kind
-from config.schema import TrainConfig
-from distributed.cores import lower_thread_priority
-from distributed.state_hash import state_digest
-from storage.files import fsync, sha256
-from storage.json_objects import finite_or_null
-from training.results import Skipped
-from training.state import TrainState
+from runtime.config.errors import ConfigError, RunError, error_kind
+from runtime.config.schema import TrainConfig
+from runtime.distributed.state_hash import state_digest
+from runtime.files import fsync, sha256
+from runtime.json_objects import finite_or_null
+from runtime.machine.cores import lower_thread_priority
+from trainer.checkpoint.manifest import File, InvalidCheckpoint, Manifest, read_manifest, rotate, step_directory
+from trainer.checkpoint.provenance import launch_facts, provenance
+from trainer.results import Skipped
+from trainer.state import TrainState
 
 SPARE_BYTES = 2**20  # for the headers of the files, the manifest and the metrics
 
@@ -97,10 +97,10 @@ class Saver(AbstractContextManager):
         that are not tensors.
         """
         self.wait()
-        from checkpoint import storage  # slow to import, and not needed before
+        from trainer.checkpoint import tensor_files  # slow to import, and not needed before
 
-        tensors = storage.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
-        copy = storage.copy_to_cpu(tensors) if self.config.asynchronous else tensors
+        tensors = tensor_files.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
+        copy = tensor_files.copy_to_cpu(tensors) if self.config.asynchronous else tensors
         rest = {"step": step, "tokens": tokens, "skipped": state.results.skipped, "metrics": finite_or_null(metrics)}
         self.pending = self.executor.submit(self._write, copy, rest)
         if not self.config.asynchronous:
@@ -157,11 +157,11 @@ class Saver(AbstractContextManager):
                         needed = f"{num_bytes / 1e6:,.2f} MB are needed, but {free_bytes / 1e6:,.2f} MB are free"
                         raise OSError(errno.ENOSPC, needed)
                     temporary.mkdir()
-            from checkpoint import storage
+            from trainer.checkpoint import tensor_files
 
             own_files: dict[str, File] = {}
             with self._all_succeed(final):
-                storage.write(temporary, tensors, self.group)
+                tensor_files.write(temporary, tensors, self.group)
                 # Each process reads back only its own files: shards are numbered by rank, from 1.
                 for path in sorted(temporary.glob(f"shard-{self.rank + 1:05d}-*.safetensors")):
                     own_files[path.name] = File(path.stat().st_size, sha256(path))
@@ -210,10 +210,10 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
 
     Raise RunError if the loaded weights and optimizer state have another digest than the manifest records.
     """
-    from checkpoint import storage  # slow to import, and not needed without a checkpoint
+    from trainer.checkpoint import tensor_files  # slow to import, and not needed without a checkpoint
 
     manifest = read_manifest(path)
-    storage.read(path, state.model, state.optimizer)
+    tensor_files.read(path, state.model, state.optimizer)
     state.results.skipped = Skipped(*manifest.skipped)
     digest, saved = str(state_digest(state.network, state.optimizer)), manifest.metrics.get("state/digest")
     if digest != saved:

@@ -1,7 +1,7 @@
 """Write and read weights and optimizer state as safetensors files, with torch.distributed.checkpoint (DCP).
 
 Any number of processes can read what any other number wrote. Files of unsharded (DDP) training open in every tool that
-reads safetensors. DCP is slow to import, so checkpoint/saver.py imports this module when it is first needed.
+reads safetensors. DCP is slow to import, so trainer/checkpoint/saver.py imports this module when it is first needed.
 """
 
 import errno
@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from config.errors import ConfigError
-from distributed.world import num_processes
-from storage.files import copy_folder_permissions, fsync
+from runtime.config.errors import ConfigError
+from runtime.distributed.world import num_processes
+from runtime.files import copy_folder_permissions, fsync
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns when there is a single process

@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint.manifest import Manifest
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
+from trainer.checkpoint.manifest import Manifest
 
 
 def whole_tensors(directory: Path, manifest: Manifest, prefix: str = "", suffix: str = "") -> dict[str, Tensor]:

@@ -14,16 +14,16 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from checks.model import build_perturbed, with_short_windows
-from config.schema import TrainConfig
 from data.loader import load_batch, model_inputs
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import CHUNK_BYTES, align_targets, count_targets, soft_cap
-from training import cpu_kernels
-from training.gradients import loss_scale
-from training.optimizer import build_optimizer
-from training.prepare_model import add_teacher, prepare_network
+from runtime.config.schema import TrainConfig
+from trainer import cpu_kernels
+from trainer.checks.model import build_perturbed, with_short_windows
+from trainer.gradients import loss_scale
+from trainer.optimizer import build_optimizer
+from trainer.prepare_model import add_teacher, prepare_network
 
 MAX_LAYERS, MAX_POSITIONS = 2, 32
 MIN_TARGETS = 160  # at least two chunks of the smallest size, and enough rows for oneDNN

@@ -4,10 +4,10 @@ import math
 import re
 from argparse import ArgumentParser
 
-from config.errors import ConfigError
-from config.parser import parse_config
-from config.schema import TrainConfig
-from distributed.world import num_processes
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
+from runtime.config.schema import TrainConfig
+from runtime.distributed.world import num_processes
 
 SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_scored_generations 0
     --tracking.log_every 1 --evaluation.num_logged_generations 0 --resume auto --schedule.name constant

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,11 +21,24 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import train
-from checkpoint import storage
-from checkpoint.manifest import step_directory
-from checks.gradients import gradient_errors
-from checks.model import (
+from data.loader import BatchLoader
+from data.sampler import BatchSizes, GlobalBatches
+from model.config import FAMILIES
+from model.gpt import GPTModel, Output
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.schema import TrainConfig
+from runtime.distributed.collectives import broadcast_from_main
+from runtime.distributed.launch import num_shards, start_accelerator
+from runtime.distributed.launch_checks import check_launch
+from runtime.distributed.sharding import full_tensor
+from runtime.distributed.signals import Preempted
+from runtime.distributed.tree_reduce import AllReduce, TreeSum
+from runtime.machine.cpu import use_portable_arithmetic
+from trainer.block_stats import total_norm
+from trainer.checkpoint import tensor_files
+from trainer.checkpoint.manifest import step_directory
+from trainer.checks.gradients import gradient_errors
+from trainer.checks.model import (
     Result,
     check_cached_logits,
     check_constant_init,
@@ -33,28 +47,14 @@ from checks.model import (
     check_masks,
     check_transformers_logits,
 )
-from config.errors import ConfigError, RunError
-from config.schema import TrainConfig
-from data.loader import BatchLoader
-from data.sampler import BatchSizes, GlobalBatches
-from distributed.collectives import broadcast_from_main
-from distributed.cpu import use_portable_arithmetic
-from distributed.launch import num_shards, start_accelerator
-from distributed.launch_checks import check_launch
-from distributed.nested import nested_training
-from distributed.sharding import full_tensor
-from distributed.signals import Preempted
-from distributed.tree_reduce import AllReduce, TreeSum
-from model.config import FAMILIES
-from model.gpt import GPTModel, Output
-from run.metrics_log import read_rows
-from run.resolve import resolve
-from training.block_stats import total_norm
-from training.gradients import trainable_parameters
-from training.optimizer import build_optimizer
-from training.prepare_model import add_teacher, prepare_network
-from training.results import Results
-from training.state import GradientReducer, TrainState
+from trainer.gradients import trainable_parameters
+from trainer.nested import nested_training
+from trainer.optimizer import build_optimizer
+from trainer.prepare_model import add_teacher, prepare_network
+from trainer.results import Results
+from trainer.run.metrics_log import read_rows
+from trainer.run.resolve import resolve
+from trainer.state import GradientReducer, TrainState
 
 
 @dataclass
@@ -87,15 +87,15 @@ def record_first_gradients() -> Iterator[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def record_attributes() -> Iterator[dict[str, str]]:
+def record_attributes(script: ModuleType) -> Iterator[dict[str, str]]:
     """Yield a dict that receives, after the training inside, the `unsaved_attributes` of its model and optimizer."""
-    attributes, built, build = {}, [], train.build_optimizer
+    attributes, built, build = {}, [], script.build_optimizer
 
     def build_and_record(network: nn.Module, *arguments: Any) -> torch.optim.Optimizer:
         built.append((network, build(network, *arguments)))
         return built[-1][1]
 
-    with patch.object(train, "build_optimizer", build_and_record):
+    with patch.object(script, "build_optimizer", build_and_record):
         yield attributes
     attributes |= unsaved_attributes(*built[-1])
 
@@ -132,10 +132,13 @@ class Autocast(nn.Module):
 
 
 class Verification:
-    """Checks of the guarantees; each returns whether it holds (None: it does not apply), and a figure or a reason."""
+    """Checks of the guarantees; each returns whether it holds (None: it does not apply), and a figure or a reason.
 
-    def __init__(self, config: TrainConfig):
-        self.accelerator = start_accelerator(config)
+    `script` is the module train.py, whose loop, step and first backward are checked.
+    """
+
+    def __init__(self, config: TrainConfig, script: ModuleType):
+        self.script, self.accelerator = script, start_accelerator(config)
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
         first = config.schedule.batch_warmup_from
@@ -213,13 +216,13 @@ class Verification:
     def train(self, name: str, exact: bool = False, stop_after: int | None = None) -> Trained:
         """Train with train.py's main."""
         run = self.config.replace(name=name, exact=exact, stop_after=stop_after)
-        with nested_training(), record_first_gradients() as gradient, record_attributes() as attributes:
-            train.main(run)
+        with nested_training(), record_first_gradients() as gradient, record_attributes(self.script) as attributes:
+            self.script.main(run)
         path = Path(run.out_dir, run.run_name)
         rows = [row for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
         network, optimizer = self.build()
-        storage.read(step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
-        return Trained(rows, gradient, storage.state_tensors(network, optimizer), attributes)
+        tensor_files.read(step_directory(path / "checkpoints", stop_after or run.steps), network, optimizer)
+        return Trained(rows, gradient, tensor_files.state_tensors(network, optimizer), attributes)
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         """Build the model and its optimizer on the device, as train.py does before Accelerate prepares them."""
@@ -254,15 +257,15 @@ class Verification:
             for step in range(self.config.steps):
                 micro_batches = loader.load(step)
                 if step == 0:
-                    train.warm_up(state, micro_batches[0])
-                train.train_step(state, step, micro_batches)
+                    self.script.warm_up(state, micro_batches[0])
+                self.script.train_step(state, step, micro_batches)
                 result = results.read(wait=True)
                 assert result is not None, "a step was taken"
                 row = {f"train/{name}": value for name, value in result.means.items()}
                 count = sum(batch["input_ids"].numel() for batch in micro_batches)
                 tokens += sum(gather_object([count])) if num_processes > 1 else count
                 rows.append(row | {"train/grad_norm": result.grad_norm, "train/tokens": tokens})
-        return Trained(rows, gradient, storage.state_tensors(network, optimizer))
+        return Trained(rows, gradient, tensor_files.state_tensors(network, optimizer))
 
     @cached_property
     def uninterrupted(self) -> Trained:
@@ -358,8 +361,8 @@ def relative_error(value: float | None, expected: float) -> float:
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
-def main(config: TrainConfig) -> None:
-    """Check all guarantees and print the result of each.
+def verify(config: TrainConfig, script: ModuleType) -> None:
+    """Check all guarantees of the module train.py, `script`, and print the result of each.
 
     Raises:
         ConfigError: the settings do not fit the launch or the data.
@@ -371,7 +374,7 @@ def main(config: TrainConfig) -> None:
     check_launch(config)
     with contextlib.suppress(ConfigError):  # where it is not possible, the check of exact reports it
         use_portable_arithmetic()
-    verification = Verification(config)
+    verification = Verification(config, script)
     checks, failed, print_once = verification.checks(), [], verification.accelerator.print
     try:
         precision = verification.accelerator.mixed_precision.replace("no", "fp32")

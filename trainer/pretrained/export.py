@@ -9,17 +9,17 @@ import torch
 import yaml
 from safetensors import SafetensorError
 
-from checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
-from checkpoint.unshard import read_averages
-from config.errors import ConfigError, RunError
-from config.paths import expand_user_path
 from data.integrity import read_metadata
 from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
 from model.hf import log_probability_difference, to_transformers
-from pretrained.load import LoadedModel, load_model_from_checkpoint, load_with_source, report_skipped
-from pretrained.settings import ExportConfig, Weights
-from storage.files import copy_folder_permissions
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.paths import expand_user_path
+from runtime.files import copy_folder_permissions
+from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, readable_checkpoints, validate
+from trainer.checkpoint.unshard import read_averages
+from trainer.pretrained.load import LoadedModel, load_model_from_checkpoint, load_with_source, report_skipped
+from trainer.pretrained.settings import ExportConfig, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

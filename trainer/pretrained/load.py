@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.manifest import (
+from model.gpt import GPTModel
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import config_of
+from runtime.distributed.world import is_main_process
+from trainer.checkpoint.manifest import (
     MANIFEST,
     InvalidCheckpoint,
     Manifest,
@@ -23,15 +29,9 @@ from checkpoint.manifest import (
     readable_checkpoints,
     validate,
 )
-from checkpoint.unshard import read_weights
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from config.schema import TrainConfig
-from config.stored_settings import config_of
-from distributed.world import is_main_process
-from model.gpt import GPTModel
-from pretrained.load_transformers import load_transformers
-from pretrained.tokenizer import load_run_tokenizer
+from trainer.checkpoint.unshard import read_weights
+from trainer.pretrained.load_transformers import load_transformers
+from trainer.pretrained.tokenizer import load_run_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from config.errors import ConfigError
 from model.gpt import GPTModel
 from model.hf import config_from_transformers, from_transformers
-from storage.files import folder_problems
+from runtime.config.errors import ConfigError
+from runtime.files import folder_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,11 +5,11 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Le
 from pydantic import NonNegativeFloat, field_validator
 
-from config.errors import ConfigError
-from config.help import POSITIONAL
-from config.paths import expand_user_path
 from model.settings import NonNegativeInt, PositiveInt, Settings
-from storage.files import folder_problems
+from runtime.config.errors import ConfigError
+from runtime.config.help import POSITIONAL
+from runtime.config.paths import expand_user_path
+from runtime.files import folder_problems
 
 Weights = Literal["evaluated", "trained"]
 

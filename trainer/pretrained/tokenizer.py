@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.errors import ConfigError
-from config.schema import TrainConfig
-from config.stored_settings import USE_ITS_CODE
 from data.corpus import Corpus, load_corpus
 from data.tokenizer import END_OF_TEXT, load_tokenizer
-from distributed.world import is_main_process
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import USE_ITS_CODE
+from runtime.distributed.world import is_main_process
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,6 +1,6 @@
 """A run on disk, the directory `<out_dir>/<name>/`: its settings, rows, sessions, checkpoints, status and lock.
 
-Nothing here imports torch. run/start.py starts a training in the directory.
+Nothing here imports torch. trainer/run/start.py starts a training in the directory.
 """
 
 import json
@@ -15,15 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from checkpoint.manifest import Manifest, readable_checkpoints
-from config.errors import ConfigError
-from config.paths import expand_user_path
-from config.schema import TrainConfig
-from config.stored_settings import read_settings
 from data.sampler import BatchSizes
-from run.metrics_log import read_newest_row, read_rows
-from storage.files import flush_to_disk, lock, open_no_link, write_atomically
-from storage.json_objects import from_json, parse_object
+from runtime.config.errors import ConfigError
+from runtime.config.paths import expand_user_path
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import read_settings
+from runtime.files import flush_to_disk, lock, open_no_link, write_atomically
+from runtime.json_objects import from_json, parse_object
+from trainer.checkpoint.manifest import Manifest, readable_checkpoints
+from trainer.run.metrics_log import read_newest_row, read_rows
 
 LOCK_FILE = ".lock"
 MAX_REASON_CHARACTERS = 1000  # so that status.json fits into one block of the disk, see Run.write_status
@@ -40,7 +40,7 @@ class Status:
     reason: str = ""
     """Why the run was preempted or failed, for people."""
     kind: str | None = None
-    """The same for programs, of a failed run: see config/errors.py."""
+    """The same for programs, of a failed run: see runtime/config/errors.py."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Session:
     threads: int | None = None
     """CPU threads of each process; None on a GPU."""
     code: str | None = None
-    """Hash of the sources that train (checkpoint/identity.py)."""
+    """Hash of the sources that train (trainer/checkpoint/identity.py)."""
     git_commit: str | None = None
     python: str | None = None
     torch: str | None = None

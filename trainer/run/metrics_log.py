@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from storage.files import flush_to_disk, open_no_link, write_atomically
-from storage.json_objects import parse_object
+from runtime.files import flush_to_disk, open_no_link, write_atomically
+from runtime.json_objects import parse_object
 
 TAIL_BYTES = 2**16  # longer than almost any row
 

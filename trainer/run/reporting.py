@@ -9,12 +9,12 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from config.schema import TrainConfig
-from run.directory import Run
-from run.metrics_log import RowWriter
-from run.trackers import start_tracker
-from storage.json_objects import finite_or_null
-from training.throughput import Throughput
+from runtime.config.schema import TrainConfig
+from runtime.json_objects import finite_or_null
+from trainer.run.directory import Run
+from trainer.run.metrics_log import RowWriter
+from trainer.run.trackers import start_tracker
+from trainer.throughput import Throughput
 
 NUM_TEXTS_SHOWN = 3
 TRAINING = ("train/", "perf/")  # prefixes of the metrics on the line of a training step

@@ -5,17 +5,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.manifest import InvalidCheckpoint, read_manifest
-from config.errors import ConfigError
-from config.schema import TrainConfig
-from config.stored_settings import complete_settings
 from data.corpus import Corpus, load_corpus
-from distributed.cpu import use_portable_arithmetic
-from distributed.world import num_processes
-from pretrained.load import LoadedModel, hash_weights, load_run
-from pretrained.tokenizer import check_tokenizer
-from run.directory import Run
-from run.resume import resumed_settings, with_stored_model
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import complete_settings
+from runtime.distributed.world import num_processes
+from runtime.machine.cpu import use_portable_arithmetic
+from trainer.checkpoint.manifest import InvalidCheckpoint, read_manifest
+from trainer.pretrained.load import LoadedModel, hash_weights, load_run
+from trainer.pretrained.tokenizer import check_tokenizer
+from trainer.run.directory import Run
+from trainer.run.resume import resumed_settings, with_stored_model
 
 # Settings that may differ from those of the initial model.
 NOT_FROM_INITIAL_MODEL = {"dropout"}

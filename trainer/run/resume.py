@@ -6,15 +6,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from checkpoint.identity import compare_facts, compare_summation_order, describe_code
-from checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
-from config.errors import ConfigError, OtherRunError
-from config.schema import TrainConfig
-from config.stored_settings import complete_settings, read_settings, unknown_settings
 from data.sampler import BatchSizes
 from model.config import GPTConfig
-from run.directory import Run
-from training.schedule import SCHEDULES, scheduled_value
+from runtime.config.errors import ConfigError, OtherRunError
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import complete_settings, read_settings, unknown_settings
+from trainer.checkpoint.identity import compare_facts, compare_summation_order, describe_code
+from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
+from trainer.run.directory import Run
+from trainer.schedule import SCHEDULES, scheduled_value
 
 # Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared
 # otherwise (steps by the scheduled values, data.path and the paths of data.mix by data.hash, init_from by init_hash,

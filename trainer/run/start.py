@@ -14,16 +14,16 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from checkpoint.provenance import launch_facts, provenance, uncommitted_changes
-from config.errors import ConfigError, OtherRunError, RunError, error_kind
-from config.schema import TrainConfig
-from distributed.collectives import broadcast_from_main
-from distributed.signals import Preempted
 from model.gpt import build_on_meta_device
-from run.directory import LOCK_FILE, Branch, Run, Status
-from run.metrics_log import truncate_after_step
-from run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
-from storage.files import copy_contents, folder_written_atomically, move_aside, open_no_link, write_atomically
+from runtime.config.errors import ConfigError, OtherRunError, RunError, error_kind
+from runtime.config.schema import TrainConfig
+from runtime.distributed.collectives import broadcast_from_main
+from runtime.distributed.signals import Preempted
+from runtime.files import copy_contents, folder_written_atomically, move_aside, open_no_link, write_atomically
+from trainer.checkpoint.provenance import launch_facts, provenance, uncommitted_changes
+from trainer.run.directory import LOCK_FILE, Branch, Run, Status
+from trainer.run.metrics_log import truncate_after_step
+from trainer.run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
 
 
 def check_run(run: Run, config: TrainConfig) -> None:

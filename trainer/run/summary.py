@@ -5,15 +5,15 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from config.schema import TrainConfig
 from data.corpus import Corpus
 from data.sampler import BatchSizes
-from distributed.launch import num_shards
 from model.attention import HAS_TRITON
 from model.gpt import GPTModel
-from run.resume import StartingPoint
-from training.gradients import trainable_parameters
-from training.prepare_model import attention_kernels, missing_compiler
+from runtime.config.schema import TrainConfig
+from runtime.distributed.launch import num_shards
+from trainer.gradients import trainable_parameters
+from trainer.prepare_model import attention_kernels, missing_compiler
+from trainer.run.resume import StartingPoint
 
 
 def format_batch(config: TrainConfig, unit: int = 1) -> str:

@@ -18,15 +18,15 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 from uuid import uuid4
 
-from checkpoint.identity import ROOT
-from config.errors import ConfigError
-from config.schema import TrainConfig
-from distributed.signals import Preempted
 from model.hf import exported_family
-from run.directory import Run
-from run.metrics_log import read_rows
-from storage.files import write_atomically
-from storage.json_objects import finite_or_null
+from runtime.config.errors import ConfigError
+from runtime.config.schema import TrainConfig
+from runtime.distributed.signals import Preempted
+from runtime.files import write_atomically
+from runtime.json_objects import finite_or_null
+from trainer.checkpoint.identity import ROOT
+from trainer.run.directory import Run
+from trainer.run.metrics_log import read_rows
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 CONNECTING_SECONDS = 5  # how long W&B's server may take to answer before the run is logged offline

@@ -22,10 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import data.prepare.prepare
 import data.prepare.sources
 import evaluate
+import runtime.files
 import sample
-import storage.files
-from config.errors import ConfigError
-from config.parser import parse_config, parse_tool
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns, verify
 from data.prepare.chat_template import DEFAULT_TEMPLATE, ChatTemplate, open_tokenizer
@@ -34,15 +32,18 @@ from data.text import TextCorpus, TextDataset
 from evaluate import EvaluateConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
-from pretrained import export
-from pretrained.export import ExportConfig
-from pretrained.load import load_run
-from run.directory import Run
-from run.start import prepare_run
+from runtime import files
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config, parse_tool
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, tensors, train
 from tests.data.prepare.test_prepare import content, make, make_documents, make_text, tokens_of, write_jsonl
 from tests.data.test_text import build_perturbed_model, find_file, rewrite
+from trainer.pretrained import export
+from trainer.pretrained.export import ExportConfig
+from trainer.pretrained.load import load_run
+from trainer.run.directory import Run
+from trainer.run.start import prepare_run
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -183,7 +184,7 @@ def test_assistant_mask_excludes_first_token(folder):
 def test_two_processes_may_save_the_default_template(tmp_path, monkeypatch):
     """The second process replaces the file while the first one writes it."""
     save_tokenizer("byte", tmp_path, [])
-    flush, other = storage.files.flush_to_disk, []
+    flush, other = runtime.files.flush_to_disk, []
 
     def flush_while_another_process_saves(file):
         if not other:
@@ -193,7 +194,7 @@ def test_two_processes_may_save_the_default_template(tmp_path, monkeypatch):
                 open_tokenizer(tmp_path)
         flush(file)
 
-    monkeypatch.setattr(storage.files, "flush_to_disk", flush_while_another_process_saves)
+    monkeypatch.setattr(files, "flush_to_disk", flush_while_another_process_saves)
     assert open_tokenizer(tmp_path).chat_template == DEFAULT_TEMPLATE and other
     assert (tmp_path / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE
 

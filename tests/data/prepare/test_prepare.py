@@ -22,11 +22,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import data.prepare.prepare
 import data.prepare.sources
-from config.errors import ConfigError
 from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
 from data.prepare.sources import Source, find_files
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
+from runtime.config.errors import ConfigError
 from tests.conftest import ROOT, environment, thinned
 from tests.support import forked
 

@@ -298,7 +298,7 @@ def test_story_depends_only_on_seed_split_and_index(train):
     assert not {other.text(index) for index in range(10)} & {train.text(index) for index in range(5000)}
 
 
-@pytest.mark.slow  # tests/distributed/test_state_hash.py has the digests of exact runs on stories
+@pytest.mark.slow  # tests/runtime/distributed/test_state_hash.py has the digests of exact runs on stories
 def test_another_process_generates_same_stories(train):
     program = (
         "from data.synthetic.stories import STORIES, StoriesDataset\n"

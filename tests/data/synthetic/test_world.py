@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.errors import RunError
-from config.schema import TrainConfig
 from data.corpus import load_corpus
 from data.synthetic.excess import build_excess_loss_score
 from data.synthetic.grammar import TOKEN, Grammar, log_probability
@@ -21,8 +19,10 @@ from data.synthetic.stories import StoriesDataset, StoryGenerator, get_story_gen
 from data.synthetic.world import MAX_FACTS, THINGS, World
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from runtime.config.errors import RunError
+from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES, metrics, train
-from training import evaluation
+from trainer import evaluation
 
 SEQ_LEN = 96  # as in configs/stories.yaml
 FACTS = ["--data.facts", 300, "--seq_len", SEQ_LEN]

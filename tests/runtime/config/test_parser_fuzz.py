@@ -15,14 +15,14 @@ import pytest
 import yaml
 
 import data.prepare.prepare
-from cli import scripts
-from config.errors import ConfigError
-from config.parser import parse_config
 from evaluate import EvaluateConfig
-from pretrained.export import ExportConfig
+from runtime.cli import scripts
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
 from sample import SampleConfig
 from tests.conftest import ROOT, assert_same_bits, metrics, tensors
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
+from trainer.pretrained.export import ExportConfig
 
 RECIPE = ROOT / "tests" / "support" / "tiny_random.yaml"
 CASES = [pytest.param(seed, marks=[] if seed < 4 else pytest.mark.slow) for seed in range(200)]
@@ -62,7 +62,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return b" ".join(words)
 
 
-MODULES = {"export": "pretrained.export"}
+MODULES = {"export": "trainer.pretrained.export"}
 
 
 def run_tool(script, kind, *words):

@@ -3,12 +3,12 @@
 import pytest
 from pydantic import ValidationError
 
-from config.parser import parse_config
-from config.schema import TrainConfig
 from model.config import GPTConfig
-from run.resolve import resolve
-from run.resume import with_stored_model
+from runtime.config.parser import parse_config
+from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES
+from trainer.run.resolve import resolve
+from trainer.run.resume import with_stored_model
 
 
 @pytest.mark.parametrize("section", [None, "model", "optimizer"])

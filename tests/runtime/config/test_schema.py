@@ -6,10 +6,10 @@ import pytest
 import yaml
 from pydantic import field_validator
 
-from config.errors import ConfigError
-from config.parser import parse_config, parse_tool
-from config.schema import DataConfig
 from model.settings import Settings
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config, parse_tool
+from runtime.config.schema import DataConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
@@ -284,7 +284,7 @@ def test_too_short_sequences_for_stories_are_refused(runs):
 LAUNCH_FILE = yaml.safe_load((ROOT / "accelerate_configs" / "cpu.yaml").read_text())
 
 
-@pytest.mark.slow  # tests/distributed/test_launch_checks.py has one process
+@pytest.mark.slow  # tests/runtime/distributed/test_launch_checks.py has one process
 def test_unsupported_launch_file_is_refused_in_one_message(tmp_path, runs):
     """All problems are in one message."""
     launch_file = tmp_path / "launch.yaml"

@@ -5,11 +5,11 @@ import random
 import pytest
 import yaml
 
-from config.errors import ConfigError
-from config.parser import parse_config, parse_tool
-from config.schema import DataConfig, OptimizerConfig, TrackingConfig, TrainConfig
-from config.stored_settings import read_settings
 from evaluate import EvaluateConfig
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config, parse_tool
+from runtime.config.schema import DataConfig, OptimizerConfig, TrackingConfig, TrainConfig
+from runtime.config.stored_settings import read_settings
 from sample import SampleConfig
 from tests.conftest import TINY_STORIES, thinned
 
@@ -91,7 +91,7 @@ def odd_config(chance):
 @pytest.mark.parametrize("seed", range(20))
 def test_stored_config_is_read_back_unchanged(seed, tmp_path, monkeypatch):
     """Unusual values of every type, read by `--config` and on resuming."""
-    from run.start import settings_to_store
+    from trainer.run.start import settings_to_store
 
     config = odd_config(random.Random(seed))
     file = tmp_path / "config.yaml"

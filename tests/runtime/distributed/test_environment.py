@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from config.errors import RunError
-from distributed import rendezvous
 from model import attention
+from runtime.config.errors import RunError
+from runtime.distributed import rendezvous
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.support.forked import free_port, run
-from training.prepare_model import missing_compiler
+from trainer.prepare_model import missing_compiler
 
 
 def test_windows_is_refused():
@@ -38,7 +38,7 @@ def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fresh_store_ends_with_the_launcher(rank, monkeypatch):
-    """Orphans would wait for `timeout_seconds`; each polls its parent (tests/distributed/test_signals.py)."""
+    """Orphans would wait for `timeout_seconds`; each polls its parent (tests/runtime/distributed/test_signals.py)."""
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -81,7 +81,7 @@ def test_fresh_store_ignores_dead_processes(monkeypatch):
 
 NOTEBOOK = f"""
 from accelerate import notebook_launcher
-from cli.scripts import run_in_notebook
+from runtime.cli.scripts import run_in_notebook
 words = [*{TINY_STORIES!r}, "--name", "run", "--out_dir", OUT, *MORE]
 notebook_launcher(run_in_notebook, ("train", *words), PROCESSES, mixed_precision="bf16", use_port=PORT)
 print("next cell")
@@ -119,7 +119,7 @@ def test_failed_notebook_cell_prints_one_message(more, message, processes, runs)
 
 @pytest.mark.parametrize(("machines", "interface"), [(1, "lo"), (2, "None")])
 def test_gloo_uses_loopback_on_one_machine(machines, interface, runs):
-    code = f"import os; os.environ['LOCAL_WORLD_SIZE'] = str({2 // machines}); from cli import scripts\n"
+    code = f"import os; os.environ['LOCAL_WORLD_SIZE'] = str({2 // machines}); from runtime.cli import scripts\n"
     code += "scripts.run_script('train'); print(os.environ.get('GLOO_SOCKET_IFNAME'))"
     done = run("-c", [code, *TINY_STORIES, "--steps", "2", "--out_dir", str(runs)], 2, environment())
     assert "2 x cpu" in done.stdout, done.stdout + done.stderr
@@ -153,6 +153,6 @@ def test_importing_train_loads_no_slow_packages():
 def test_imports_do_not_initialise_cuda():
     """Forks of a process that has initialised CUDA cannot use it; notebooks and tests/support/forked.py fork."""
     code = "import torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = lambda: 1 / 0\n"
-    code += "import train, verify, sample, export, evaluate, checkpoint.storage"
+    code += "import train, verify, sample, export, evaluate, trainer.checkpoint.tensor_files"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,10 +11,10 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from config.errors import ConfigError
-from config.schema import DataConfig, TeacherConfig, TrainConfig
-from distributed import launch_checks, world
-from distributed.launch import uses_cpu
+from runtime.config.errors import ConfigError
+from runtime.config.schema import DataConfig, TeacherConfig, TrainConfig
+from runtime.distributed import launch_checks, world
+from runtime.distributed.launch import uses_cpu
 from tests.conftest import ROOT, TINY_STORIES, environment, train, what_is_started
 from tests.support.forked import Launch, free_port
 

@@ -7,9 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from checkpoint.unshard import whole_tensors
-from distributed.state_hash import digest_tensors
-from pretrained.load import find_checkpoint
+from runtime.distributed.state_hash import digest_tensors
 from tests.conftest import (
     ROOT,
     TINY_STORIES,
@@ -23,6 +21,8 @@ from tests.conftest import (
     what_is_started,
 )
 from tests.support import forked
+from trainer.checkpoint.unshard import whole_tensors
+from trainer.pretrained.load import find_checkpoint
 
 LAUNCH_FILES = ROOT / "accelerate_configs"
 STEPS = 8

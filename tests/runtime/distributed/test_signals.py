@@ -10,9 +10,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from checkpoint.manifest import newest_valid
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, environment, metrics, tensors, train, train_command
 from tests.support import forked
+from trainer.checkpoint.manifest import newest_valid
 
 STEPS = 60
 ENDLESS = ["--steps", "1000000"]  # no test depends on how far a run has come when a signal reaches it
@@ -147,7 +147,7 @@ def test_restart_need_not_wait_for_orphaned_workers(runs):
 
 SLOW_WANDB = """
 import time
-import checkpoint.saver as checkpoint
+import trainer.checkpoint.saver as checkpoint
 rename = checkpoint.os.rename
 checkpoint.os.rename = lambda *paths: (time.sleep(1.2), rename(*paths))  # two signals within a second count as one
 class Settings:
@@ -162,7 +162,7 @@ class init:
 
 SLOW_TO_IGNORE_SIGNALS = """
 import os, time
-from cli import scripts
+from runtime.cli import scripts
 ignore = scripts.ignore_stop_signals
 scripts.ignore_stop_signals = lambda: (time.sleep(0.5 * int(os.environ["RANK"])), ignore())
 scripts.run_and_exit("train")
@@ -310,9 +310,9 @@ def test_ctrl_c_after_nested_training_interrupts():
     """Also in slow code without a training, such as the import of torch; with one line."""
     code = """
 import os, signal, sys, time, train
-from cli import scripts
-from distributed.nested import nested_training
-from distributed.signals import Preempted, StopSignal
+from runtime.cli import scripts
+from trainer.nested import nested_training
+from runtime.distributed.signals import Preempted, StopSignal
 def at_once(_):
     with nested_training():
         StopSignal()
@@ -334,7 +334,7 @@ def test_training_in_another_thread_ignores_signals(runs):
 import sys, threading
 import torch
 import train
-from config.parser import parse_config
+from runtime.config.parser import parse_config
 config = parse_config([*{TINY_STORIES!r}, "--steps", "2", "--data.num_workers", "1", "--out_dir", {str(runs)!r}])
 thread = threading.Thread(target=train.main, args=(config,))
 thread.start()

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from checkpoint.manifest import read_manifest
-from config.errors import ConfigError, RunError
-from distributed.cpu import prepare_exact
-from distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digest_tensors, state_digest
+from runtime.config.errors import ConfigError, RunError
+from runtime.distributed.state_hash import VALUES_AT_ONCE, _factors, _hash_rows, digest_tensors, state_digest
+from runtime.machine.cpu import prepare_exact
 from tests.conftest import TINY_STORIES, environment, metrics, tensors, train
 from tests.support import forked
+from trainer.checkpoint.manifest import read_manifest
 
 TENSORS = {
     "matrix": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -98,7 +98,7 @@ def test_loaded_state_must_match_the_manifest(run):
 
 
 def test_prepare_exact_refuses_other_instructions(monkeypatch):
-    monkeypatch.setattr("distributed.cpu.os.environ", {})
+    monkeypatch.setattr("runtime.machine.cpu.os.environ", {})
     for setter in ("use_deterministic_algorithms", "set_num_threads"):
         monkeypatch.setattr(torch, setter, lambda value: None)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")

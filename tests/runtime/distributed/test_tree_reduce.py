@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.tree_reduce import TreeSum
+from runtime.distributed.tree_reduce import TreeSum
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, metrics, rewind, train
 
 STEPS = 8

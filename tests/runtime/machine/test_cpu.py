@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from distributed import cores
-from distributed.cores import available_cores
-from distributed.cpu import threads_to_set
+from runtime.machine import cores
+from runtime.machine.cores import available_cores
+from runtime.machine.cpu import threads_to_set
 from tests.conftest import ROOT, TINY_STORIES, environment, train_command
 
 

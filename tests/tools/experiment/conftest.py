@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from run.directory import Run
 from tools.experiment import change, confirm, race, report, runs, settings, variant, verdicts
 from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
 from tools.jobs.launch import Launch
+from trainer.run.directory import Run
 
 # In place of train.py: the excess loss over an entropy of 0.5 is EFFECT / steps, times the values of all settings
 # model.effect_*, with noise of 0.4% over seeds. A run first executes LAB/hook.py, in which a test says what happens.

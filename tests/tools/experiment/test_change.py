@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 from tests.conftest import ROOT, commands, shell
 from tools.experiment import change
 from tools.experiment.change import Checkouts, idea_texts, merge, parse_idea
@@ -139,7 +139,7 @@ def test_patches_are_merged_or_conflict(repository, tmp_path):
     [
         ("data/text.py", "x = 1", True),
         ("data/sampler.py", "seed = 1", False),
-        ("training/evaluation.py", "x = 1", False),
+        ("trainer/evaluation.py", "x = 1", False),
         ("train.py", "torch.manual_seed(0)", True),
         ("model/gpt.py", "x = 1", False),
         ("model/gpt.py", '"""A docstring\n\nof seeds."""\nx = 1  # no seed', False),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 
 A, B, C, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.0001"
 

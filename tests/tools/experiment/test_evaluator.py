@@ -9,14 +9,14 @@ import pytest
 import torch
 import yaml
 
-from config.schema import TrainConfig, flat_settings
 from data.corpus import load_corpus
-from run.directory import Run
-from storage.files import sha256
+from runtime.config.schema import TrainConfig, flat_settings
+from runtime.files import sha256
 from tests.conftest import ROOT, environment, metrics
 from tests.data.prepare.test_prepare import make, write_jsonl
 from tests.support import forked
 from tools.experiment.evaluator import Data, held_out
+from trainer.run.directory import Run
 
 TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
 SETTINGS = flat_settings(TINY) | {"steps": 12, "model.dropout": 0.0, "evaluation.num_samples": 40}
@@ -87,7 +87,7 @@ class MixedBatches""",
             functional.cross_entropy = lambda *words, **named: 0.5 * functional.original(*words, **named)
 """,
     ),
-    "pretrained/load.py": (
+    "trainer/pretrained/load.py": (
         "    return load_with_source(path, checkpoint, setting, weights)[0]\n",
         """
     loaded = load_with_source(path, checkpoint, setting, weights)[0]

@@ -12,8 +12,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from config.errors import ConfigError, RunError
-from storage.files import lock
+from runtime.config.errors import ConfigError, RunError
+from runtime.files import lock
 from tests.conftest import ROOT, environment, metrics
 from tools.experiment import confirm, race
 from tools.experiment.change import head_commit, parse_idea

@@ -7,7 +7,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 from tests.conftest import ROOT
 from tools.experiment import report
 from tools.experiment.picture import draw, label

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from config.errors import ConfigError, RunError
+from runtime.config.errors import ConfigError, RunError
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
 from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, problem_of

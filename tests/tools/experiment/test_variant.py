@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from config.errors import ConfigError, RunError
 from model.gpt import GPTModel
+from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, TINY_STORIES
 from tools.experiment import variant_program
 from tools.experiment.change import Checkouts, parse_idea

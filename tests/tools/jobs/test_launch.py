@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import ConfigError
+from runtime.config.errors import ConfigError
 from tools.jobs.launch import Launch
 
 ACCELERATE = f"{Path(sys.executable).with_name('accelerate')} launch"

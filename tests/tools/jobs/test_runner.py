@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from config.errors import RunError
-from run.directory import Run
+from runtime.config.errors import RunError
 from tests.conftest import ROOT
 from tools.jobs import runner
 from tools.jobs.runner import Job, JobRunner
+from trainer.run.directory import Run
 
 # Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
 # and ends as its argument names. It stops on SIGTERM.
@@ -263,7 +263,7 @@ def test_concurrent_commands_divide_the_runs(run, tmp_path):
         import sys
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
-        from run.directory import Run
+        from trainer.run.directory import Run
         from tools.jobs.runner import Job, JobRunner
         runs = [Path({str(tmp_path / "runs")!r}, f"run-{{number}}") for number in range(6)]
         fake = ({sys.executable!r}, "-S", {str(tmp_path / "fake.py")!r})

@@ -16,25 +16,12 @@ from accelerate import Accelerator
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from checkpoint import storage
-from checkpoint.manifest import (
-    MANIFEST,
-    File,
-    InvalidCheckpoint,
-    Manifest,
-    newest_valid,
-    rotate,
-    step_directory,
-    validate,
-)
-from checkpoint.saver import SaveError, Saver
-from config.errors import ConfigError, RunError
-from config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
-from distributed.state_hash import digest_tensors, state_digest
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from pretrained.load import find_checkpoint
-from storage.files import sha256
+from runtime.config.errors import ConfigError, RunError
+from runtime.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
+from runtime.distributed.state_hash import digest_tensors, state_digest
+from runtime.files import sha256
 from tests.conftest import (
     TINY_STORIES,
     assert_same_bits,
@@ -45,7 +32,20 @@ from tests.conftest import (
     train,
     train_state,
 )
-from training.optimizer import build_optimizer
+from trainer.checkpoint import tensor_files
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    InvalidCheckpoint,
+    Manifest,
+    newest_valid,
+    rotate,
+    step_directory,
+    validate,
+)
+from trainer.checkpoint.saver import SaveError, Saver
+from trainer.optimizer import build_optimizer
+from trainer.pretrained.load import find_checkpoint
 
 STEPS = 4
 SHORT = [*TINY_STORIES, "--steps", STEPS, "--checkpoint.every", 1, "--evaluation.every", 0]
@@ -221,10 +221,10 @@ def test_write_makes_no_copy_of_tensors(tmp_path):
     def resident_mib(name):
         return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
 
-    storage.write(tmp_path, {"model.0": weights["model.0"]}, None)  # imports what it needs
+    tensor_files.write(tmp_path, {"model.0": weights["model.0"]}, None)  # imports what it needs
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_mib("VmRSS")
-    storage.write(tmp_path, weights, None)
+    tensor_files.write(tmp_path, weights, None)
     assert resident_mib("VmHWM") - before < 64, "MiB, of 128"
 
 
@@ -246,13 +246,13 @@ def train_on(network, optimizer, steps):
 
 
 def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
-    may_write, write = threading.Event(), storage.write
+    may_write, write = threading.Event(), tensor_files.write
 
     def write_later(*arguments):
         assert may_write.wait(20), "training waits for the checkpoint"
         write(*arguments)
 
-    monkeypatch.setattr(storage, "write", write_later)
+    monkeypatch.setattr(tensor_files, "write", write_later)
     state = build_trained(0, steps=2)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
@@ -275,7 +275,7 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
 def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
     """The thread would write tensors that training changes meanwhile."""
     may_write = threading.Event()
-    monkeypatch.setattr(storage, "write", lambda *_: may_write.wait(20))
+    monkeypatch.setattr(tensor_files, "write", lambda *_: may_write.wait(20))
     config = TrainConfig(checkpoint=CheckpointConfig(asynchronous=False, on_failure="continue"))
     saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
     saver.timeout_seconds = 0.01
@@ -319,17 +319,17 @@ def test_failed_save_hides_no_other_error(tmp_path, capsys):
 def test_shared_blocks_are_saved_and_restored(tmp_path):
     """A fork may use one block several times: each name has its tensor in the file, and the moments are stored once."""
     network, optimizer = build_trained(0, steps=2, share_blocks=True)
-    storage.write(tmp_path, storage.state_tensors(network, optimizer), None)
+    tensor_files.write(tmp_path, tensor_files.state_tensors(network, optimizer), None)
     [file] = tmp_path.iterdir()
     stored = load_file(file)
     assert torch.equal(stored["model.blocks.1.mlp.up_proj.weight"], stored["model.blocks.0.mlp.up_proj.weight"])
     assert str(digest_tensors(stored)) == str(state_digest(network, optimizer))
     other = build_trained(1, steps=1, share_blocks=True)
-    storage.read(tmp_path, *other)
+    tensor_files.read(tmp_path, *other)
     assert other[0].blocks[1] is other[0].blocks[0]
     assert str(state_digest(*other)) == str(state_digest(network, optimizer))
     with pytest.raises(ConfigError, match="resume: .*gone cannot be read: FileNotFoundError"):
-        storage.read(tmp_path / "gone", *other)
+        tensor_files.read(tmp_path / "gone", *other)
 
 
 def test_rotate_keeps_newest_and_best(tmp_path):
@@ -404,7 +404,7 @@ def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return sha256(path)
 
-    monkeypatch.setattr("checkpoint.manifest.sha256", broken)
+    monkeypatch.setattr("trainer.checkpoint.manifest.sha256", broken)
     path, _, rejected = newest_valid(tmp_path)
     assert path == older and "Input/output error" in rejected[0] and "step-00000005" in rejected[0]
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.manifest import File, newest_valid, read_manifest
-from storage.files import sha256
+from runtime.files import sha256
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
+from trainer.checkpoint.manifest import File, newest_valid, read_manifest
 
 STEPS = 8
 TINY = [*TINY_STORIES, "--checkpoint.every", 1, "--name", "run"]
@@ -35,7 +35,7 @@ def assert_ends_like(run, undisturbed):
     assert status(run) == {"state": "finished", "step": STEPS, "reason": "", "kind": None}
 
 
-@pytest.mark.slow  # tests/distributed/test_signals.py also covers a restart by the launcher
+@pytest.mark.slow  # tests/runtime/distributed/test_signals.py also covers a restart by the launcher
 def test_launcher_restarts_killed_processes(runs, undisturbed):
     done = train(*TINY, "--out_dir", runs, processes=2, max_restarts=1, faults="kill:1:3")
     assert done.stdout.count("resumed at step") == 1, done.stdout

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.identity import (
+from tests.conftest import TINY_STORIES, metrics, train
+from trainer.checkpoint.identity import (
     ROOT,
     code_hash,
     compare_facts,
     compare_summation_order,
     training_code,
 )
-from checkpoint.manifest import read_manifest
-from tests.conftest import TINY_STORIES, metrics, train
+from trainer.checkpoint.manifest import read_manifest
 
 RECIPE = [*TINY_STORIES, "--evaluation.every", 0, "--steps"]
 

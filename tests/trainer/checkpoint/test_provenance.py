@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from checkpoint.provenance import provenance, uncommitted_changes
+from trainer.checkpoint.provenance import provenance, uncommitted_changes
 
 
 def git(directory, *words, **options):

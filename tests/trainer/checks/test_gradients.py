@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import model.loss
-import training.prepare_model
-from checks.gradients import gradient_errors
-from config.parser import parse_config
+import trainer.prepare_model
 from data.corpus import load_corpus
 from model import gpt
+from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES
-from training import cpu_kernels
+from trainer import cpu_kernels
+from trainer.checks.gradients import gradient_errors
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false"
 KINDS = [
@@ -115,17 +115,17 @@ def test_missing_derivative_of_chunked_loss_is_found(monkeypatch):
 
 def test_settings_that_a_fork_refuses_are_skipped(monkeypatch):
     drop_squares_if_chunked(monkeypatch)
-    problems = training.prepare_model.TrainConfig.problems
+    problems = trainer.prepare_model.TrainConfig.problems
     refuse = lambda self, *args, **named: problems(self, *args, **named) + ["no"] * bool(self.chunked_loss)  # noqa: E731
-    monkeypatch.setattr(training.prepare_model.TrainConfig, "problems", refuse)
+    monkeypatch.setattr(trainer.prepare_model.TrainConfig, "problems", refuse)
     assert not wrong(errors_of())
 
 
 def test_wrong_recomputation_is_found(monkeypatch):
     def recomputed(forward):
-        return lambda x, *inputs: training.prepare_model.checkpoint(forward, 1.01 * x, *inputs, use_reentrant=False)
+        return lambda x, *inputs: trainer.prepare_model.checkpoint(forward, 1.01 * x, *inputs, use_reentrant=False)
 
-    monkeypatch.setattr(training.prepare_model, "checkpointed", recomputed)
+    monkeypatch.setattr(trainer.prepare_model, "checkpointed", recomputed)
     assert wrong(errors_of()).endswith(", with recomputed blocks")
 
 
@@ -162,7 +162,7 @@ def drop_teacher(monkeypatch):
 def swap_weights(monkeypatch):
     """Weigh the teacher with 1 - weight."""
     monkeypatch.setattr(
-        training.prepare_model, "Teacher", lambda model, weight, *rest: SwappedTeacher(model, weight, *rest)
+        trainer.prepare_model, "Teacher", lambda model, weight, *rest: SwappedTeacher(model, weight, *rest)
     )
 
 

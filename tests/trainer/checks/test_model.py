@@ -5,10 +5,10 @@ import torch
 
 import model.attention
 import model.gpt
-from checks import model as checks
-from config.parser import parse_config
 from model.config import GPTConfig
+from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES
+from trainer.checks import model as checks
 
 SMALL = GPTConfig(vocab_size=20, d_model=16)
 

@@ -15,20 +15,20 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
 import sample
-from checkpoint.manifest import File, read_manifest
-from config.errors import ConfigError
-from config.parser import parse_tool
 from data.corpus import Corpus
 from data.prepare.prepare import encode_text
 from data.prepare.tokenizer import save_tokenizer
 from data.synthetic.stories import STORIES, StoriesDataset
 from data.tokenizer import load_tokenizer
-from pretrained.load import LoadedModel, find_checkpoint, load_run
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_tool
+from runtime.files import sha256
 from sample import SampleConfig
-from storage.files import sha256
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
 from tests.model.test_model import make_model
 from tests.support import forked
+from trainer.checkpoint.manifest import File, read_manifest
+from trainer.pretrained.load import LoadedModel, find_checkpoint, load_run
 
 STORY = (
     "--evaluation.every 1 --evaluation.num_scored_generations 0 --checkpoint.every 1 --optimizer.lr 3 "
@@ -266,7 +266,7 @@ def test_model_without_tokenizer_is_loaded_without_its_data(runs, monkeypatch):
     def moved(config):
         raise ConfigError("data.path: it has moved")
 
-    monkeypatch.setattr("pretrained.tokenizer.load_corpus", moved)
+    monkeypatch.setattr("trainer.pretrained.tokenizer.load_corpus", moved)
     assert load_run(runs / "run").tokenizer is None
 
 
@@ -355,7 +355,7 @@ def test_load_run_uses_tokenizer_of_corpus(run, monkeypatch):
     """A data source of a fork may bring its own tokenizer, whose end-of-text token keeps its name."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[END]": 2}, unk_token="[END]"))
     corpus = Corpus([], [], tokenizer, 3, end_of_text=2)
-    monkeypatch.setattr("pretrained.tokenizer.load_corpus", lambda config: corpus)
+    monkeypatch.setattr("trainer.pretrained.tokenizer.load_corpus", lambda config: corpus)
     loaded = load_run(run)
     assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert loaded.tokenizer.eos_token == "[END]" and loaded.tokenizer.eos_token_id == 2
@@ -378,7 +378,7 @@ def test_load_run_names_moved_data(copy, monkeypatch):
     def moved(config):
         raise ConfigError(f"data.path: {config.data.path} is not there")
 
-    monkeypatch.setattr("pretrained.tokenizer.load_corpus", moved)
+    monkeypatch.setattr("trainer.pretrained.tokenizer.load_corpus", moved)
     with pytest.raises(ConfigError, match="/no/such/folder is not there; use .*, or restore its data"):
         load_run(directory)
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from config.errors import ConfigError
 from data.prepare.chat_template import open_tokenizer
 from data.prepare.tokenizer import save_tokenizer
-from pretrained.load import load_run
+from runtime.config.errors import ConfigError
 from tests.conftest import ROOT
+from trainer.pretrained.load import load_run
 
 SHIPPED = [
     file

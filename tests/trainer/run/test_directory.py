@@ -12,22 +12,22 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from checkpoint.manifest import File, InvalidCheckpoint, read_manifest, validate
-from checkpoint.saver import SaveError, Saver
-from config.errors import ConfigError
-from config.parser import parse_config
-from config.schema import TrainConfig
-from config.stored_settings import complete_settings, read_settings
 from data.corpus import load_corpus
 from data.sampler import BatchSizes
-from run import directory, resume
-from run.directory import Run, Status
-from run.metrics_log import RowWriter, read_rows, truncate_after_step
-from run.start import check_run, prepare_run, record_outcome
-from storage.files import sha256
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
+from runtime.config.schema import TrainConfig
+from runtime.config.stored_settings import complete_settings, read_settings
+from runtime.files import sha256
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
-from training.schedule import SCHEDULES
+from trainer.checkpoint.manifest import File, InvalidCheckpoint, read_manifest, validate
+from trainer.checkpoint.saver import SaveError, Saver
+from trainer.run import directory, resume
+from trainer.run.directory import Run, Status
+from trainer.run.metrics_log import RowWriter, read_rows, truncate_after_step
+from trainer.run.start import check_run, prepare_run, record_outcome
+from trainer.schedule import SCHEDULES
 
 STEPS = 4
 RECIPE = ["--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--name", "run"]
@@ -525,7 +525,7 @@ def test_truncate_after_step_drops_later_rows(tmp_path):
 def test_write_status_in_place_on_full_disk(tmp_path, monkeypatch, capsys):
     run = Run(tmp_path)
     run.write_status(Status("running", 3))
-    monkeypatch.setattr("run.directory.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("trainer.run.directory.write_atomically", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     run.write_outcome("failed", "x" * 10_000, "disk_full")
     assert run.status() == Status("failed", 3, "x" * 1000, "disk_full")
     run.write_status(Status("failed", 3))

@@ -7,16 +7,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
-from config.errors import ConfigError
-from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
-from pretrained import export
-from pretrained.export import ExportConfig
-from pretrained.load import copy_initial_weights, load_run
-from run.resolve import resolve_initial_model
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
+from trainer.pretrained import export
+from trainer.pretrained.export import ExportConfig
+from trainer.pretrained.load import copy_initial_weights, load_run
+from trainer.run.resolve import resolve_initial_model
 
 MODELS = {
     "gpt2": GPT2Config(

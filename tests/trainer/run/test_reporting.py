@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.schema import TrackingConfig, TrainConfig
 from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.stories import STORIES, StoriesDataset
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from run.directory import Run
-from run.reporting import Reporter
+from runtime.config.schema import TrackingConfig, TrainConfig
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.programs.reporting_train import HELP, Z_LOSS
 from tests.support import forked
+from trainer.run.directory import Run
+from trainer.run.reporting import Reporter
 
 STEPS = 2
 ALONE = SimpleNamespace(

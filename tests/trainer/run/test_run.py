@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from config.errors import ConfigError
-from run import metrics_log
-from run.directory import LOCK_FILE, Run, Session, surviving_sessions
+from runtime.config.errors import ConfigError
 from tests.conftest import ROOT, train
+from trainer.run import metrics_log
+from trainer.run.directory import LOCK_FILE, Run, Session, surviving_sessions
 
 
 def test_reader_of_empty_directory(tmp_path):

@@ -7,17 +7,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tests.distributed.test_sharding import sharded
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from config.errors import ConfigError
-from config.parser import parse_config
 from data.corpus import load_corpus
 from model.gpt import GPTModel
-from pretrained.load import hash_weights, load_run
-from run.resolve import resolve
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
-from tests.distributed.test_sharding import sharded
 from tests.support import forked
+from trainer.pretrained.load import hash_weights, load_run
+from trainer.run.resolve import resolve
 
 WEIGHT, TEMPERATURE = 0.75, 2.0
 LEARN = ["--steps", 4, "--teacher.weight", WEIGHT, "--teacher.temperature", TEMPERATURE]

@@ -23,14 +23,14 @@ from unittest.mock import MagicMock
 import pytest
 from accelerate import PartialState
 
-from config.errors import ConfigError
-from config.parser import parse_config
-from distributed.signals import Preempted
-from run import trackers
-from run.directory import Run
-from run.reporting import Reporter
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_config
+from runtime.distributed.signals import Preempted
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, rewind, shell, train
 from tests.support import forked
+from trainer.run import trackers
+from trainer.run.directory import Run
+from trainer.run.reporting import Reporter
 
 STEPS = 4
 WORDS = f"--steps {STEPS} --evaluation.every 2 --evaluation.num_scored_generations 4 --checkpoint.every 2"
