@@ -9,7 +9,6 @@ import shutil
 import pytest
 import torch
 from accelerate import Accelerator
-from tests.distributed.test_sharding import launcher_environment
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data.corpus import load_corpus
@@ -21,6 +20,7 @@ from runtime.config.parser import parse_config
 from runtime.distributed.state_hash import VALUES_AT_ONCE, digest_tensors
 from runtime.distributed.tree_reduce import TreeSum
 from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
+from tests.runtime.distributed.test_sharding import launcher_environment
 from train import build_state, train_step, warm_up
 from trainer.checkpoint.tensor_files import copy_to_cpu
 from trainer.gradients import trainable_parameters

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.training.test_cpu_kernels import leaf
 
 import model.loss
 from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.loss import NextTokenLoss, Targets, differentiate_loss, objective_of_logits, rows_per_chunk, soft_cap
+from tests.trainer.test_cpu_kernels import leaf
 
 CAPS = pytest.mark.parametrize("softcap", [None, 2.0])
 

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.checks.test_gradients import LEARN, TEACHER, errors_of
 
 import sample
 from model.config import GPTConfig
@@ -18,6 +17,7 @@ from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from tests.support import forked
+from tests.trainer.checks.test_gradients import LEARN, TEACHER, errors_of
 from trainer.checks import model as checks
 from trainer.pretrained import export
 from trainer.pretrained.settings import ExportConfig, SampleConfig

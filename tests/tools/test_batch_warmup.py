@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from tests.training.test_batch_warmup import RECIPE, SIZES
 
 from tests.conftest import python, train
+from tests.trainer.test_batch_warmup import RECIPE, SIZES
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,9 @@
 """Replaying and comparing report that a run was trained by other code."""
 
 import pytest
-from tests.checkpoint.test_identity import finished, run, tree, under_code  # noqa: F401 - fixtures
 
 from tests.conftest import TINY_STORIES, python, train
+from tests.trainer.checkpoint.test_identity import finished, run, tree, under_code  # noqa: F401 - fixtures
 from trainer.checkpoint.identity import code_hash
 
 

@@ -5,12 +5,12 @@ import re
 import shutil
 
 import pytest
-from tests.training.test_schedule import FORK
 
 from data.corpus import load_corpus
 from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES, environment, metrics, python, train
 from tests.support import forked
+from tests.trainer.test_schedule import FORK
 from tools.replay import describe_outcome
 
 RECIPE = [*TINY_STORIES, "--steps", 6, "--evaluation.every", 3, "--checkpoint.every", 2, "--micro_batch_size", 2]

@@ -1,9 +1,9 @@
 """A signal stops the training inside of a tool."""
 
 import pytest
-from tests.distributed.test_signals import SIGNALLED, assert_signal_stops
 
 from tests.conftest import TINY_STORIES
+from tests.runtime.distributed.test_signals import SIGNALLED, assert_signal_stops
 
 SIGNALLED_MODULE = SIGNALLED.replace("run_path(sys.argv[0], ", "run_module(sys.argv[0], alter_sys=True, ")
 

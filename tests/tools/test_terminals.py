@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
-from tests.distributed.test_odd_machines import ASCII_SCREEN, BEGIN, foreign  # noqa: F401 - a fixture
-from tests.run.test_directory import FULL_STDOUT
 
 from tests.conftest import TINY_STORIES, environment, train
+from tests.runtime.machine.test_odd_machines import ASCII_SCREEN, BEGIN, foreign  # noqa: F401 - a fixture
 from tests.support import forked
+from tests.trainer.run.test_directory import FULL_STDOUT
 
 BEGIN_MODULE = BEGIN.replace("run_path(sys.argv[0], ", "run_module(sys.argv[0], alter_sys=True, ")
 RUN_MODULE = "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from tests.distributed.test_sharding import sharded
 
 from runtime.config.errors import ConfigError
 from tests.conftest import TINY_STORIES, assert_same_bits, environment, metrics, python, tensors, train
+from tests.runtime.distributed.test_sharding import sharded
 from tests.support import forked
 from trainer.ema import ema_weights, track_ema
 from trainer.pretrained import export

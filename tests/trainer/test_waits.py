@@ -5,9 +5,9 @@ import signal
 import subprocess
 
 import pytest
-from tests.distributed.test_signals import WAIT_SECONDS, children, start, status
 
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from tests.runtime.distributed.test_signals import WAIT_SECONDS, children, start, status
 from tests.support import forked
 
 LONG = [*TINY_STORIES, *"--steps 20000 --checkpoint.every 100000 --evaluation.every 0 --data.num_workers 1".split()]

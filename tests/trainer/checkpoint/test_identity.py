@@ -23,7 +23,7 @@ RECIPE = [*TINY_STORIES, "--evaluation.every", 0, "--steps"]
 @pytest.fixture
 def tree(tmp_path):
     """Copy of the code, outside git."""
-    names = ["*.py", "*/*.py", "data/*/*.py", "configs/*", "accelerate_configs/*", "README.md", "tests/support/*.yaml"]
+    names = ["*.py", "*/*.py", "*/*/*.py", "configs/*", "accelerate_configs/*", "README.md", "tests/support/*.yaml"]
     for file in {file for name in names for file in ROOT.glob(name)}:
         copy = tmp_path / "tree" / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def tree(tmp_path):
 
 
 def test_code_hash_covers_training_code(tree):
-    packages = "model config distributed cli data training checkpoint run".split()
+    packages = "model runtime data trainer/checkpoint trainer/run".split()
     files = [tree / "train.py", *(file for package in packages for file in (tree / package).rglob("*.py"))]
     before = code_hash(tree)
     assert before == code_hash() and len(before) == 12

@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tests.distributed.test_sharding import sharded
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from data.corpus import load_corpus
@@ -15,6 +14,7 @@ from model.gpt import GPTModel
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES, assert_same_run, environment, metrics, tensors, train
+from tests.runtime.distributed.test_sharding import sharded
 from tests.support import forked
 from trainer.pretrained.load import hash_weights, load_run
 from trainer.run.resolve import resolve
