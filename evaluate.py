@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 
 from data.corpus import Corpus, load_corpus
@@ -26,7 +27,7 @@ from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from runtime.config.schema import DataConfig, TrainConfig
 from runtime.config.stored_settings import USE_ITS_CODE, unknown_settings
-from runtime.distributed.launch import start_accelerator
+from runtime.distributed.launch import join_launch
 from runtime.files import write_atomically
 from runtime.json_objects import finite_or_null
 from trainer.cpu_kernels import use_cpu_kernels
@@ -56,7 +57,7 @@ def main(config: EvaluateConfig) -> None:
     check_tokenizer(config.run, loaded.tokenizer, loaded.model.config.vocab_size, corpus)
 
     # Its metrics.
-    accelerator = start_accelerator(settings)
+    accelerator = Accelerator(**join_launch(settings))
     model = loaded.model.to(accelerator.device)
     if accelerator.device.type == "cpu":
         use_cpu_kernels(model)

@@ -2,7 +2,7 @@
 
 import errno
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing import active_children
 from typing import Any
 
@@ -65,7 +65,7 @@ class BatchLoader:
         self.micro_batch_size, self.device = micro_batch_size, device
         self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
 
-    def batches(self, start: int, stop: int) -> Iterator[list[Batch]]:
+    def batches(self, start: int, stop: int) -> Generator[list[Batch]]:
         """Yield the micro-batches of each step from `start` to `stop` - 1.
 
         Raises:

@@ -12,6 +12,7 @@ three functions of this file compute the default: a random permutation of each e
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -84,22 +85,30 @@ class BatchSizes:
     def tokens_before(self, step: int, seq_len: int) -> int:
         """Return the number of tokens, with padding, in steps 0 to `step` - 1, all of them with these sizes.
 
-        In a branch, the steps of the parent run may have had other sizes; see `tokens`. Edit this method too if you cut
-        the sequences of some steps in `StepDataset` of data/loader.py.
+        In a branch, the steps of the parent run may have had other sizes; see `TokenCount`. Edit this method too if you
+        cut the sequences of some steps in `StepDataset` of data/loader.py.
         """
         return self.sequences_before(step) * seq_len
 
-    def tokens(self, step: int, seq_len: int, since: tuple[int, int] = (0, 0)) -> int:
-        """Return the number of tokens, with padding, in steps 0 to `step` - 1 of a run that may be a branch.
 
-        Args:
-            step: at least `since[0]`.
-            seq_len: tokens of a sequence.
-            since: (a step, the number of training tokens before it). A branch starts at a step of its parent, which may
-                have used other batch sizes, so the tokens before the branch cannot be computed here.
-        """
-        start_step, start_tokens = since
-        return start_tokens + self.tokens_before(step, seq_len) - self.tokens_before(start_step, seq_len)
+@dataclass(frozen=True)
+class TokenCount:
+    """Training tokens of a run until a step, with padding.
+
+    A branch starts at a step of its parent, which may have used other batch sizes. So its tokens cannot be computed
+    from the step alone: they are counted from a step at which they are known, such as that of a checkpoint.
+    """
+
+    sizes: BatchSizes
+    seq_len: int
+    known_step: int = 0
+    known_tokens: int = 0
+    """Training tokens in steps 0 to `known_step` - 1."""
+
+    def __call__(self, completed_steps: int) -> int:
+        """Return the training tokens in steps 0 to `completed_steps` - 1, which is at least `known_step`."""
+        before, now = (self.sizes.tokens_before(step, self.seq_len) for step in (self.known_step, completed_steps))
+        return self.known_tokens + now - before
 
 
 class GlobalBatches:

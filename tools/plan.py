@@ -18,7 +18,7 @@ from data.sampler import BatchSizes
 from model.gpt import build_on_meta_device
 from runtime.config.schema import TrainConfig
 from runtime.distributed.collectives import broadcast_from_main
-from runtime.distributed.launch import num_shards, start_accelerator
+from runtime.distributed.launch import join_launch, num_shards
 from runtime.distributed.launch_checks import check_launch
 from trainer.checkpoint.manifest import checkpoints_in
 from trainer.nested import nested_training, shared_temporary_folder
@@ -40,20 +40,20 @@ def main(config: TrainConfig) -> None:
     """
     check_launch(config)
     config, _, _ = resolve(config)
-    accelerator = start_accelerator(config)
+    accelerator = Accelerator(**join_launch(config))
     processes = accelerator.num_processes
     network = build_on_meta_device(config.model)
     sizes = {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
     batch_sizes, flops = BatchSizes.from_config(config), network.flops_per_token(config.seq_len)
     step_tokens = batch_sizes.global_batch_size * config.seq_len
-    tokens = batch_sizes.tokens(config.steps, config.seq_len)
+    tokens = batch_sizes.tokens_before(config.steps, config.seq_len)
     plan = {"parameters": f"{network.num_parameters():,}"}
     plan |= {f"  {name}": f"{count:,}" for name, count in sizes.items() if count}
     accumulation = format_batch(config, config.micro_batch_size * processes)
     plan |= {
         "processes": f"{processes} on {accelerator.device.type}, {num_shards(accelerator)} per replica; {accumulation} "
         f"micro-batch(es) of {config.micro_batch_size} per step",
-        "tokens": format_tokens(config),
+        "tokens": format_tokens(config, tokens),
         "FLOPs": f"{flops:,} per token, {flops * step_tokens:.3g} per step, {flops * tokens:.3g} in total",
     }
     accelerator.print("\n".join(f"{name:<24}{text}" for name, text in plan.items()), flush=True)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -44,7 +45,7 @@ from model.loss import count_targets
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from runtime.config.stored_settings import config_of
-from runtime.distributed.launch import start_accelerator
+from runtime.distributed.launch import join_launch
 from runtime.distributed.launch_checks import check_launch
 from runtime.distributed.state_hash import state_digest
 from train import build_state, train_step, warm_up
@@ -88,13 +89,12 @@ def main(config: ReplayConfig) -> None:
             sequences = gather_object(sequences_with_losses(state, step, micro_batches))
         try:
             train_step(state, step, micro_batches)
-            result = state.results.read(wait=True)
+            result = state.results.current()
         except NonFiniteError as error:
             if not is_last:
                 raise
             accelerator.print(error.cause)
             break
-        assert result is not None, "with `wait`, `read` returns the result of this step"
         digest, loss = str(state_digest(state.network, state.optimizer)), result.means["loss"]
         again = {"state/digest": digest, "train/loss": loss, "train/grad_norm": result.grad_norm}
         rows.append((logged.get(step + 1, {}), again))
@@ -141,7 +141,7 @@ def restore(run: Run, step: int) -> tuple[TrainState, Corpus, int, list[str]]:
     resolved, corpus, models = resolve(
         config.replace(branch_from=None, init_from=None if checkpoint else config.init_from)
     )
-    accelerator = start_accelerator(resolved)
+    accelerator = Accelerator(**join_launch(resolved))
     if session.threads and accelerator.num_processes == 1:
         torch.set_num_threads(session.threads)
     state = build_state(resolved, run, accelerator, models)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from runtime.distributed.sharding import full_tensor
 from runtime.private_torch import foreach_norm, foreach_sub
+from trainer.cuda_graph import GraphedMicroBatch
 from trainer.gradients import fill_missing_gradients, trainable_parameters
 from trainer.results import mean
 
@@ -42,7 +43,11 @@ class BlockStatistics:
     - update_ratio: L2 norm of the update divided by weight_norm.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], optimizer: torch.optim.Optimizer):
+    def __init__(self, blocks: Iterable[nn.Module] = (), optimizer: torch.optim.Optimizer | None = None):
+        """Add hooks: to the optimizer, which measure the norms, and to the blocks, which measure their outputs.
+
+        `optimizer` is torch's, not Accelerate's wrapper, which has no hooks. Without blocks nothing is measured.
+        """
         self.blocks = list(blocks)
         self.metrics: dict[str, float] = {}
         self.recording = False
@@ -52,20 +57,27 @@ class BlockStatistics:
         for index, block in enumerate(self.blocks):
             # Inside the loop, so that it is called only if there are blocks: torch.compiler.disable imports slowly.
             block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
-        if self.blocks:
+        if self.blocks and optimizer is not None:
             optimizer.register_step_pre_hook(self._before_update)
             optimizer.register_step_post_hook(self._after_update)
 
     @contextmanager
-    def record(self, enabled: bool) -> Iterator[None]:
-        """Record the step that is taken inside this context, if `enabled`; called by all processes together."""
+    def record(self, enabled: bool, graph: GraphedMicroBatch | None = None) -> Iterator[None]:
+        """Record the step that is taken inside this context, if `enabled`; called by all processes together.
+
+        A recorded step pauses `graph`, which would not run the hooks of the blocks.
+        """
         self.recording = enabled and bool(self.blocks)
         if self.recording:
             self.metrics, self._mean_squares = {}, [[] for _ in self.blocks]
+        if graph:
+            graph.is_paused = self.recording
         try:
             yield
         finally:
             self.recording = False
+            if graph:
+                graph.is_paused = False
 
     def _record_output(self, i: int, block: nn.Module, inputs: tuple, out: Tensor | tuple) -> None:
         if self.recording and block.training:

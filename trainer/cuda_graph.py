@@ -10,6 +10,7 @@ Dropout: a replay reads the seed of the device's generator, so the seed that is 
 
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from runtime.config.errors import RunError
 from runtime.private_torch import foreach_add_, foreach_copy_
 
 
+class GraphChoice(NamedTuple):
+    """Whether the steps of a run use a CUDA graph."""
+
+    use: bool
+    report: str = ""
+    """What a trial found; "" without a trial."""
+
+
 class GraphedMicroBatch:
     """Replays `forward_backward(batch, num_targets, grad_scale)` of train.py; called like it, after `warm_up`.
 
@@ -28,15 +37,19 @@ class GraphedMicroBatch:
     attribute of a module of `network`, such as a dropout rate, change. Any other Python value that the forward reads
     keeps the value that it had in the capture.
 
-    If `is_optional` is set and the memory for a capture does not suffice, it prints one line and launches the kernels
-    one by one from then on.
+    If it is optional and the memory for a capture does not suffice, it prints one line and launches the kernels one by
+    one from then on.
+
+    Attributes:
+        is_paused: whether to launch the kernels one by one, because a graph runs no hooks of modules.
     """
 
-    def __init__(self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], network: nn.Module):
-        self.forward_backward = forward_backward
+    def __init__(
+        self, forward_backward: Callable[..., tuple[Tensor, MetricSums]], network: nn.Module, is_optional: bool = False
+    ):
+        self.forward_backward, self.is_optional, self.is_paused = forward_backward, is_optional, False
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.attributes = [vars(module) for module in network.modules()]
-        self.is_optional = False
         self.is_given_up = False
         self.captured_for: tuple | None = None
         self.graph = torch.cuda.CUDAGraph()
@@ -52,8 +65,10 @@ class GraphedMicroBatch:
 
         Raises:
             RunError: the forward or the backward cannot be captured, for example because it reads a value on the host.
-                It is raised with `is_optional`, too, unless the memory does not suffice.
+                An optional graph raises it too, unless the memory does not suffice.
         """
+        if self.is_paused:
+            return self.forward_backward(batch, num_targets, grad_scale, all_reduce)
         if all_reduce:
             all_reduce.wait()
         numbers = [value for names in self.attributes for value in names.values() if isinstance(value, int | float)]

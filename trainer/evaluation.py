@@ -1,6 +1,7 @@
 """Validation metrics, bitwise the same on any number of processes."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -10,15 +11,21 @@ from data.corpus import Corpus
 from data.loader import load_batch, model_inputs
 from model.loss import count_targets
 from runtime.config.errors import RunError
-from runtime.distributed.collectives import all_gather
+from runtime.distributed.collectives import all_gather, never_stop
 from runtime.distributed.sharding import reshard
+from runtime.distributed.signals import Interrupted
 from trainer.generations import unsharded
 from trainer.results import NonFiniteError, fill_slots, fsum_or_nan, mean, sum_dtype
 
 
 @torch.no_grad()
 def evaluate(
-    model, corpus: Corpus, micro_batch_size: int, accelerator: Accelerator, name: str = "val"
+    model,
+    corpus: Corpus,
+    micro_batch_size: int,
+    accelerator: Accelerator,
+    name: str = "val",
+    should_stop: Callable[[], bool] = never_stop,
 ) -> dict[str, float]:
     """Evaluate the model on the whole validation set; called by all processes together.
 
@@ -26,6 +33,8 @@ def evaluate(
 
     The set is split into the same batches for any number of processes W; process r evaluates batches r, r + W, ....
     The sums of all batches are gathered and added with exact rounding, so the result does not depend on W.
+
+    `should_stop` is asked before each batch, and has the same answer on all processes.
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
@@ -36,6 +45,7 @@ def evaluate(
 
     Raises:
         RunError: the names of the metrics, or their order, differ between batches.
+        Interrupted: `should_stop()` is true.
     """
     validation, predicts_next_token = corpus.validation, accelerator.unwrap_model(model).predicts_next_token
     score = corpus.score_logits if predicts_next_token else None
@@ -46,6 +56,11 @@ def evaluate(
     model.eval()
     network = unsharded(accelerator.unwrap_model(model)).eval() if corpus.score_model else None
     for first in range(0, len(starts), num_processes):
+        if should_stop():
+            reshard(model)
+            model.train()
+            raise Interrupted
+
         # A process without a batch runs the first batch again and discards the result, because all processes must run
         # a sharded model equally often.
         index = first + rank

@@ -32,11 +32,11 @@ def trainable_parameters(network: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in network.parameters() if parameter.requires_grad]
 
 
-def backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:
-    """Add the gradients of `loss` to the `.grad` of the parameters; in DDP the hooks of all of them run."""
+def connect_parameters(loss: Tensor, model: nn.Module) -> Tensor:
+    """Return the loss; in DDP make it depend on every trainable parameter, so that the hooks of all of them run."""
     if isinstance(model, DistributedDataParallel):
-        loss = _ConnectToLoss.apply(loss, *trainable_parameters(model))
-    accelerator.backward(loss)
+        return _ConnectToLoss.apply(loss, *trainable_parameters(model))
+    return loss
 
 
 def first_backward(loss: Tensor, model: nn.Module, accelerator: Accelerator) -> None:

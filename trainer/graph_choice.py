@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,15 +25,18 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from data.loader import Batch
+from data.loader import Batch, BatchLoader
 from data.sampler import BatchSizes
 from model.gpt import build_on_meta_device
 from model.loss import count_targets
 from runtime.config.errors import error_kind
 from runtime.config.schema import TrainConfig
 from runtime.distributed.collectives import broadcast_from_main
-from runtime.distributed.launch import LAUNCH_VARIABLE
+from runtime.distributed.launch import LAUNCH_VARIABLE, join_launch
+from trainer.cuda_graph import GraphChoice
 from trainer.gradients import fill_missing_gradients, loss_scale
+from trainer.run.directory import Run
+from trainer.run.resolve import resolve
 from trainer.state import TrainState
 
 # The GPU runs the kernels of larger models more slowly than the host launches them.
@@ -43,20 +47,24 @@ MAX_SECONDS = 300
 MAX_SECONDS_TO_END = 10  # a process that waits for a broken driver ends neither by itself nor when it is killed
 
 
+BuildState = Callable[..., TrainState]
+"""build_state of train.py."""
+
+
 def choose_graph(
     config: TrainConfig,
     accelerator: Accelerator,
     step: int,
-    build: Callable[[], tuple[TrainState, list[Batch]]],
+    build_state: BuildState,
     stop_requested: Callable[[], bool],
-) -> tuple[bool, str]:
-    """Return whether the run uses a CUDA graph, and what a trial found; "" without a trial.
+) -> GraphChoice:
+    """Choose whether a run that starts at `step` uses a CUDA graph; called by all processes together.
 
-    Called by all processes together. `build` makes, in the child process, a state with a graph and two micro-batches.
-    The trial ends early if `stop_requested()` becomes true, so that a run has time to save after a signal.
+    With `cuda_graph: null` a trial decides, where a graph may help. It builds its state with `build_state`. It ends
+    early if `stop_requested()` becomes true, so that a run has time to save after a signal.
     """
     if config.cuda_graph is not None:
-        return config.cuda_graph, ""
+        return GraphChoice(config.cuda_graph)
     sizes = BatchSizes.from_config(config)
     sequences = sizes.sequences_before(config.steps) - sizes.sequences_before(step)
     may_help = (
@@ -67,12 +75,27 @@ def choose_graph(
         and build_on_meta_device(config.model).num_parameters() < MAX_PARAMETERS
     )
     if not may_help:
-        return False, ""
+        return GraphChoice(False)
     # The child has one process, whatever the number of this run: a graph contains no communication. It must end before
     # the other processes stop waiting for its result.
     timeout_seconds = min(MAX_SECONDS, config.timeout_seconds / 2)
+    build = partial(build_for_trial, build_state, config, step)
     trial = try_in_child(build, stop_requested, timeout_seconds) if accelerator.is_main_process else None
-    return broadcast_from_main(trial)
+    return GraphChoice(*broadcast_from_main(trial))
+
+
+def build_for_trial(build_state: BuildState, config: TrainConfig, step: int) -> tuple[TrainState, list[Batch]]:
+    """Build a state with a CUDA graph, and load two micro-batches; called in the child process.
+
+    The trial captures a graph of the first micro-batch and checks the gradients that the graph computes for the second.
+    If step `step` has only one micro-batch, the second one is from the next step.
+    """
+    run = Run.from_config(config)
+    config, corpus, pretrained = resolve(config.replace(cuda_graph=True), run)
+    accelerator = Accelerator(**join_launch(config))
+    state = build_state(config, run, accelerator, pretrained, use_graph=True)
+    loader = BatchLoader(corpus.train, corpus.global_batches(config), config.micro_batch_size, accelerator.device)
+    return state, [*loader.load(step), *loader.load(step + 1)][:2]
 
 
 def try_in_child(

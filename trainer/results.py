@@ -6,9 +6,9 @@ device computes the next step. One all-gather sends all values of a step, becaus
 
 1. `start_gather` after the last backward. The all-gather overlaps the clipping of the gradients.
 2. `add_grad_norm` after the clipping. It waits for the all-gather and starts the copy to the host.
-3. `read`, which returns the result of the previous step. With `wait`, it waits for the result of the current step. The
-   loop waits only before a log line, an evaluation or a checkpoint. If updates may be skipped, `train_step` has waited
-   already, before every update.
+3. `latest`, which returns the result of the previous step without waiting; or `current`, which waits for the result of
+   the current step. The loop waits only before a log line, an evaluation or a checkpoint. If updates may be skipped,
+   `train_step` waits before every update.
 
 The all-gather also sends the stop flag: a process that received a signal, or whose checkpoint could not be written
 (unless `checkpoint.on_failure` is continue), sets it, and all processes then stop after the same step.
@@ -24,11 +24,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from model.loss import MetricSums
 from runtime.config.errors import RunError
+from runtime.config.schema import TrainConfig
 
 # The loop and the evaluation log these metrics themselves, as train/NAME or val/NAME; a model may not report them.
 RESERVED_NAMES = {
@@ -98,8 +100,7 @@ class Result:
     grad_norm: float
     """Global L2 norm of the gradient before clipping."""
     stop: bool
-    """Whether any process asked all processes to stop in this step. If one call of `read` reads two steps, a request in
-    the first of them counts too."""
+    """Whether any process asked all processes to stop: in this step, or in the step before if both are read at once."""
     finite: bool
     """Whether the training objective and `grad_norm` are finite."""
 
@@ -147,6 +148,12 @@ class Results:
         self._names: list[str] = []
         self._pending: deque[_Pending] = deque()
         self._newest: Result | None = None
+
+    @classmethod
+    def from_config(cls, config: TrainConfig, accelerator: Accelerator, run_directory: Path) -> "Results":
+        """Return the results of a run; without `on_nonfinite: skip` the first loss that is not finite raises."""
+        limit = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
+        return cls(accelerator.process_index, accelerator.num_processes, accelerator.device, limit, run_directory)
 
     def register_names(self, auxiliary: MetricSums) -> None:
         """Register the names of the metrics that the first forward returned; called by all processes together.
@@ -210,25 +217,36 @@ class Results:
             pending.all_gather.wait()  # with NCCL only the CUDA stream waits, with gloo the host
         pending.rows[0, GRAD_NORM].fill_(grad_norm)
 
-        # The copy from a GPU is asynchronous, into pinned memory; the event tells `read` that it is complete.
+        # The copy from a GPU is asynchronous, into pinned memory; the event tells the host when it is complete.
         on_cuda = self.device.type == "cuda"
         pending.rows = pending.rows.to("cpu", non_blocking=on_cuda)
         pending.copied = torch.cuda.current_stream().record_event() if on_cuda else None
 
-    def read(self, wait: bool = False) -> Result | None:
-        """Return the result of the previous step, without waiting for the current one; None if there is none yet.
+    def latest(self) -> Result | None:
+        """Return the newest result that needs no waiting for the current step; None in the first step.
 
-        With `wait`, return the result of the current step. If the previous step asks to stop, read the current step
-        too: the loop then saves the current step, which must be finite. If there is nothing new to read, return the
-        newest result again. In this way, if updates may be skipped, the loop gets the result that `train_step` has
-        read.
+        It is the result of the previous step, or that of the current step if `current` has been called in this step.
+
+        Raises:
+            NonFiniteError: see `current`.
+        """
+        return self._read_all_but(1)
+
+    def current(self) -> Result:
+        """Wait for the result of the current step and return it.
 
         Raises:
             NonFiniteError: on all processes, if the loss or the gradient norm of more than `max_skipped_in_a_row`
                 consecutive steps is infinite or NaN.
         """
+        result = self._read_all_but(0)
+        assert result is not None, "a step has been taken"
+        return result
+
+    def _read_all_but(self, num_left: int) -> Result | None:
+        """Read the oldest pending steps until `num_left` are left; return the newest result that has been read."""
         stop = False
-        while len(self._pending) > (0 if wait or stop else 1):  # one step stays pending
+        while len(self._pending) > num_left:
             result = self._read_oldest()
             stop = stop or result.stop
             self._newest = replace(result, stop=stop)

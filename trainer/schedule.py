@@ -5,6 +5,7 @@ All are pure functions of the config and the step, so a checkpoint needs no sche
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from runtime.config.schema import ScheduleConfig, TrainConfig
@@ -34,9 +35,47 @@ SCHEDULES: dict[str, Callable[[Any, TrainConfig, int], Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Due:
+    """Which actions follow a training step."""
+
+    log: bool
+    evaluate: bool
+    """Compute the validation metrics, or sample texts after the last step."""
+    save: bool
+    compare: bool
+    """Compare the weights and the optimizer's state of the processes, which must be equal."""
+    stop: bool = False
+    """Save and end this session, although the run is not complete."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether any action is due; all of them need the result of the step."""
+        return self.log or self.evaluate or self.save or self.compare or self.stop
+
+    def and_stop(self) -> "Due":
+        """Return the same actions with a stop, before which a checkpoint is saved."""
+        return replace(self, save=True, stop=True)
+
+
+def due_after(completed_steps: int, config: TrainConfig) -> Due:
+    """Return the actions that follow step number `completed_steps`, counted from 1; 0: the initial model."""
+    due = Due(
+        log=is_due(config.tracking.log_every, config, completed_steps),
+        evaluate=is_due(config.evaluation.every, config, completed_steps) or completed_steps == config.steps,
+        save=is_due(config.checkpoint.every, config, completed_steps),
+        compare=is_due(config.check_replicas_every, config, completed_steps),
+    )
+    return due.and_stop() if completed_steps == config.stop_after and completed_steps < config.steps else due
+
+
 def is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
-    """Return whether an action is due that runs every `every` steps, and after the last step; 0: never."""
-    return every > 0 and (completed_steps % every == 0 or completed_steps == config.steps)
+    """Return whether an action is due that runs every `every` steps, and after the last step; 0: never.
+
+    The initial model counts as a multiple of `every`, unless the action runs after the last step alone.
+    """
+    at_multiple = every > 0 and completed_steps % every == 0 and every < config.steps
+    return at_multiple or (every > 0 and completed_steps == config.steps)
 
 
 def scheduled_value(name: str, base: Any, config: TrainConfig, step: int) -> Any:

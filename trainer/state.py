@@ -1,6 +1,6 @@
 """The objects that a training step reads and changes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from model.gpt import GPTModel
 from model.seeds import derive_seed
 from runtime.config.schema import TrainConfig
+from trainer.block_stats import BlockStatistics
 from trainer.cuda_graph import GraphedMicroBatch
 from trainer.gradients import trainable_parameters
 from trainer.results import Results
@@ -34,6 +35,7 @@ class TrainState:
     """`network` as Accelerate prepared it: in DDP, sharded by FSDP2 or alone; under autocast if precision is mixed."""
     optimizer: torch.optim.Optimizer
     results: Results
+    block_statistics: BlockStatistics = field(default_factory=BlockStatistics)
     reducer: GradientReducer | None = None
     """None: DDP or FSDP2 averages the gradients over the processes, or there is one process."""
     graph: GraphedMicroBatch | None = None

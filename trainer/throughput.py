@@ -9,7 +9,7 @@ import time
 import torch
 from accelerate import Accelerator
 
-from data.sampler import BatchSizes
+from data.sampler import TokenCount
 
 # Dense bf16 peaks in FLOP/s, from the manufacturers' data sheets. For other devices no MFU is reported.
 PEAK_BF16_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
@@ -43,39 +43,27 @@ def peak_memory_bytes() -> int:
 class Throughput:
     """Times training steps. Restart it after an evaluation or a checkpoint, which are not training."""
 
-    def __init__(
-        self,
-        batch_sizes: BatchSizes,
-        seq_len: int,
-        flops_per_token: float,
-        peak_flops: float,
-        since: tuple[int, int] = (0, 0),
-    ):
-        """Start at the step `since[0]`, before which the run trained `since[1]` tokens."""
-        self.batch_sizes, self.seq_len, self.since = batch_sizes, seq_len, since
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+    def __init__(self, count_tokens: TokenCount, flops_per_token: float, peak_flops: float):
+        """Measure nothing before the first call of `restart`."""
+        self.count_tokens, self.flops_per_token, self.peak_flops = count_tokens, flops_per_token, peak_flops
         self.start: tuple[int, float] | None = None  # tokens and time at the first restart
         self.seconds_per_step = math.nan
 
-    def tokens_before(self, step: int) -> int:
-        """Return the training tokens of the run in steps 0 to `step` - 1."""
-        return self.batch_sizes.tokens(step, self.seq_len, self.since)
-
-    def restart(self, step: int) -> None:
-        """Start measuring at `step`; the first call is the start of training."""
-        self.step, self.tokens, self.seconds = step, self.tokens_before(step), time.perf_counter()
+    def restart(self, completed_steps: int) -> None:
+        """Start measuring after `completed_steps`; the first call is the start of training."""
+        self.step, self.tokens, self.seconds = completed_steps, self.count_tokens(completed_steps), time.perf_counter()
         self.start = self.start or (self.tokens, self.seconds)
 
-    def measure(self, step: int) -> dict[str, float]:
-        """Return the metrics, and restart.
+    def measure(self, completed_steps: int) -> dict[str, float]:
+        """Return the metrics after `completed_steps`, and restart.
 
         Returns:
-            `train/tokens` in steps 0 to `step` - 1, `perf/tokens_per_second` over all processes since the last restart,
+            `train/tokens` of the whole run so far, `perf/tokens_per_second` over all processes since the last restart,
             `perf/peak_memory_bytes` of this process, and `perf/mfu` where the peak of the device is known.
         """
         last_step, tokens, seconds = self.step, self.tokens, self.seconds
-        self.restart(step)
-        self.seconds_per_step = (self.seconds - seconds) / (step - last_step)
+        self.restart(completed_steps)
+        self.seconds_per_step = (self.seconds - seconds) / (completed_steps - last_step)
         tokens_per_second = (self.tokens - tokens) / (self.seconds - seconds)
         metrics = {"train/tokens": self.tokens, "perf/tokens_per_second": tokens_per_second}
         metrics["perf/peak_memory_bytes"] = peak_memory_bytes()
@@ -83,9 +71,9 @@ class Throughput:
             metrics["perf/mfu"] = tokens_per_second * self.flops_per_token / self.peak_flops
         return metrics
 
-    def seconds_left(self, step: int, steps: int) -> float:
-        """Estimate the seconds until step `steps` from the time per token so far, evaluations and saves included."""
+    def seconds_left(self, completed_steps: int, steps: int) -> float:
+        """Estimate the seconds until `steps` are completed, from all time so far, with evaluations and saves."""
         assert self.start is not None, "restart is called before the first step"
         tokens, seconds = self.start
-        seconds_per_token = (time.perf_counter() - seconds) / (self.tokens_before(step) - tokens)
-        return seconds_per_token * (self.tokens_before(steps) - self.tokens_before(step))
+        seconds_per_token = (time.perf_counter() - seconds) / (self.count_tokens(completed_steps) - tokens)
+        return seconds_per_token * (self.count_tokens(steps) - self.count_tokens(completed_steps))

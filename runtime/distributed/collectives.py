@@ -1,5 +1,6 @@
-"""Collectives: of tensors on the device, and of Python objects."""
+"""Collectives: of tensors on the device, of Python objects, and of the wish to stop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,3 +28,32 @@ def broadcast_from_main(value: Any) -> Any:
     if num_processes() > 1:
         dist.broadcast_object_list(box)
     return box[0]
+
+
+class StopVote:
+    """Asks, in each round of a long computation, whether any process was asked to stop.
+
+    The answer comes one round later, so that no process waits for it: the all-reduce of a flag in CPU memory runs while
+    the round is computed. All processes call it equally often and get the same answers.
+    """
+
+    def __init__(self, stop_requested: Callable[[], bool]):
+        self.stop_requested = stop_requested
+        self.flag = torch.zeros(1, dtype=torch.int32)
+        self.all_reduce: dist.Work | None = None
+
+    def __call__(self) -> bool:
+        """Return whether any process was asked to stop before the previous round, or, in a single process, now."""
+        if num_processes() == 1:
+            return self.stop_requested()
+        if self.all_reduce is not None:
+            self.all_reduce.wait()
+        stop = bool(self.flag.item())
+        self.flag = torch.tensor([self.stop_requested()], dtype=torch.int32)
+        self.all_reduce = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+        return stop
+
+
+def never_stop() -> bool:
+    """Return False: the default of functions that accept a StopVote."""
+    return False

@@ -1,7 +1,8 @@
-"""Initialise the process group and the Accelerator, whatever started this process: accelerate, torchrun or python.
+"""Join the processes of a launch, whatever started them: accelerate launch, torchrun or python.
 
-Accelerate selects devices, wraps the model and casts. Data order, learning rate, accumulation, checkpoints and
-compilation belong to this repository, and launch_checks.py refuses launch settings for them.
+Accelerate selects the device, wraps the model and casts. Data order, learning rate, accumulation, checkpoints and
+compilation belong to this repository, and launch_checks.py refuses launch settings for them. docs/launching.md lists
+which parts of Accelerate are used, and why the others are not.
 """
 
 import os
@@ -10,12 +11,19 @@ import sys
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin, str_to_bool
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    str_to_bool,
+)
 
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
@@ -24,8 +32,6 @@ from runtime.distributed.world import is_main_process, num_processes, process_ra
 from runtime.machine.cpu import prepare_cpu, prepare_exact
 
 TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable, which selects a device other than its own choice
-
-
 LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|RANKID|SIZE|NRANKS)|MASTER_(ADDR|PORT)")  # of torchrun, mpirun and others
 
 
@@ -72,11 +78,15 @@ def join_process_group(config: TrainConfig) -> None:
     )
 
 
-def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Initialise the process group (see `join_process_group`) and return the Accelerator of this process.
+def join_launch(config: TrainConfig) -> dict[str, Any]:
+    """Join the other processes of this launch, and return the arguments with which each builds its `Accelerator`.
 
-    Raise ConfigError if the variables of a launcher are incomplete, as those that are left behind in a shell, or if
-    Accelerate counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
+    On a CPU this also selects the number of threads. The mixed precision, and DDP or FSDP2 with its settings, reach
+    Accelerate by the environment variables of `accelerate launch`.
+
+    Raises:
+        ConfigError: the variables of a launcher are incomplete, as those that are left behind in a shell, or Accelerate
+            counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
     """
     use_cpu, world_size = uses_cpu(os.environ), num_processes()
     variables = sorted(filter(LAUNCH_VARIABLE.fullmatch, os.environ))  # before Accelerate adds others
@@ -86,11 +96,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         if config.exact:
             prepare_exact()
         join_process_group(config)
-        accelerator = Accelerator(
-            cpu=use_cpu,
-            fsdp_plugin=fsdp_plugin(use_cpu) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-        )
+        state = PartialState(cpu=use_cpu)
     except ValueError as error:  # of torch, Accelerate or int(): each reads other variables
         if not variables or "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher has set all of them
             raise
@@ -99,18 +105,24 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
             f"processes ({str(error).splitlines()[0]}); run `unset {' '.join(variables)}`, or use accelerate launch or "
             "torchrun"
         ) from None
-    if accelerator.num_processes != world_size:
+    if state.num_processes != world_size:
         raise ConfigError(
-            f"WORLD_SIZE: {world_size} process(es), but Accelerate started {accelerator.num_processes}; use accelerate "
+            f"WORLD_SIZE: {world_size} process(es), but Accelerate started {state.num_processes}; use accelerate "
             "launch or torchrun"
         )
-    if accelerator.mixed_precision == "fp16":  # trainer/gradients.py scales the loss
-        accelerator.native_amp = True  # by itself, Accelerate autocasts to fp16 only on GPUs
-        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, enabled=False)
-    return accelerator
+    return {
+        "cpu": use_cpu,
+        "fsdp_plugin": fsdp_plugin(state) if env_flag(os.environ, "ACCELERATE_USE_FSDP") else None,
+        "kwargs_handlers": [
+            # Gradients are views of DDP's buckets, which saves a copy of them.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            # In fp16 the loss is scaled by a function of the step (trainer/gradients.py), which needs no state.
+            GradScalerKwargs(enabled=False),
+        ],
+    }
 
 
-def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
+def fsdp_plugin(state: PartialState) -> FullyShardedDataParallelPlugin:
     """Return the FSDP2 settings of the launch file with our mixed precision; on CPUs, make Accelerate shard.
 
     Accelerate's own policy would round inputs (including the number of targets, by which the loss is divided), outputs
@@ -119,9 +131,10 @@ def fsdp_plugin(use_cpu: bool) -> FullyShardedDataParallelPlugin:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # from Accelerate's code for hybrid sharding
-    state = PartialState(cpu=use_cpu)
+    # Accelerate 1.15 ignores FSDP on CPUs (MULTI_CPU), although torch shards over gloo. As MULTI_GPU it shards on the
+    # device of `state`, which stays the CPU. Remove this once test_sharding.py passes without it.
     if state.distributed_type == DistributedType.MULTI_CPU:
-        state.distributed_type = DistributedType.MULTI_GPU  # Accelerate does not shard with MULTI_CPU
+        state.distributed_type = DistributedType.MULTI_GPU
     if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # a blank answer to `accelerate config`
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]  # unset, it is the model's _no_split_modules
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))

@@ -69,8 +69,11 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
         if value.lower() not in supported:
             problems.append(f"{variable.lower().removeprefix('accelerate_')}: {value} is not supported; {remedy}")
-    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16" and config.on_nonfinite != "skip":
-        problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
+    if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        if uses_cpu(environment):
+            problems.append("mixed_precision: fp16 needs a GPU, and this run trains on the CPU; use bf16 or no")
+        if config.on_nonfinite != "skip":
+            problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
     if config.cuda_graph and (env_flag(environment, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()):

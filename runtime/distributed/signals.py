@@ -23,6 +23,10 @@ class Preempted(Exception):
     """The run stopped early and has saved; the same command resumes it."""
 
 
+class Interrupted(Exception):
+    """All processes have agreed to leave a long computation, because one of them was asked to stop."""
+
+
 @cache
 def launcher() -> int | None:
     """Return the process that started this one, if it is torch's launcher.

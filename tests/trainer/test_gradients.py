@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import TINY_STORIES, environment, metrics, tensors
 from tests.support import forked
 from tests.support.forked import server
-from trainer.gradients import backward, fill_missing_gradients, first_backward
+from trainer.gradients import connect_parameters, fill_missing_gradients, first_backward
 
 # Which of the experts every process uses: in the first backward, which is discarded, and in the steps after it.
 STEPS = [[[0, 1], [0, 1], [0, 1]], [[2], [3, 2], [1]], [[0, 1, 2], [3], [2, 0]]]
@@ -47,8 +47,8 @@ def train(rank, world_size, port, first, file):
     for step, chosen in enumerate(STEPS):
         network.zero_grad()
         with model.no_sync():
-            backward(model(inputs(step, rank), chosen[0]), model, accelerator)
-        backward(model(inputs(step, rank), chosen[rank]), model, accelerator)
+            accelerator.backward(connect_parameters(model(inputs(step, rank), chosen[0]), model))
+        accelerator.backward(connect_parameters(model(inputs(step, rank), chosen[rank]), model))
         gradients.append([parameter.grad.clone() for parameter in network.parameters()])
     everywhere = [None] * world_size
     dist.all_gather_object(everywhere, gradients)

@@ -80,7 +80,7 @@ class LadderRun:
     def tokens(self) -> int:
         """Training tokens, with padding."""
         base = base_config()
-        return BatchSizes(base.global_batch_size or base.micro_batch_size).tokens(self.steps, base.seq_len)
+        return BatchSizes(base.global_batch_size or base.micro_batch_size).tokens_before(self.steps, base.seq_len)
 
     @property
     def flops_per_token(self) -> int:

@@ -43,7 +43,7 @@ class Manifest:
     skipped: tuple[int, int]
     """Skipped updates so far: in all, and in a row until this step."""
     metrics: dict[str, Any]
-    """Metrics of this step, as in metrics.jsonl."""
+    """Metrics of this step, as in metrics.jsonl; those of an evaluation are added when it has ended."""
     config: dict[str, Any]
     """Settings of the run, nested."""
     mixed_precision: str
@@ -56,6 +56,8 @@ class Manifest:
     provenance: dict[str, Any]
     tokenizer: dict[str, Any] | None = None
     """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer; {} if its data have none."""
+    evaluated: bool = True
+    """False until the evaluation that is due at this step has ended; a resumed run makes up for it."""
 
     def write(self, directory: Path) -> None:
         """Write manifest.json into the directory."""

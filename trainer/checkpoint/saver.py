@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,16 @@ class Saver(AbstractContextManager):
     """Saves checkpoints: the state is copied to CPU memory, and a thread writes the copy while training continues.
 
     With `checkpoint.asynchronous: false` training waits for the thread. All processes call the methods together.
-    `sync_metrics` is called before a checkpoint is renamed, to flush the logged rows of its steps to disk, and
-    `record_progress` after it, with its step. With `has_tokenizer` False, the manifest records that the data have no
-    tokenizer, so that nothing looks for one.
+
+    Args:
+        checkpoints: The directory of the checkpoints.
+        config: The resolved config, which every checkpoint contains.
+        accelerator: Of this process.
+        count_tokens: Returns the training tokens until a step.
+        sync_metrics: Is called before a checkpoint is renamed, and flushes the logged rows of its steps to disk.
+        record_progress: Is called after that with its step.
+        has_tokenizer: False: the manifest records that the data have no tokenizer, so that nothing looks for one.
+        saved_step: The step of the newest checkpoint in this directory.
     """
 
     def __init__(
@@ -55,12 +63,14 @@ class Saver(AbstractContextManager):
         checkpoints: Path,
         config: TrainConfig,
         accelerator: Accelerator,
+        count_tokens: Callable[[int], int],
         sync_metrics: Callable[[], None],
         record_progress: Callable[[int], None],
         has_tokenizer: bool = True,
+        saved_step: int | None = None,
     ):
-        self.checkpoints, self.config = checkpoints, config.checkpoint
-        self.sync_metrics, self.record_progress = sync_metrics, record_progress
+        self.checkpoints, self.config, self.saved_step = checkpoints, config.checkpoint, saved_step
+        self.count_tokens, self.sync_metrics, self.record_progress = count_tokens, sync_metrics, record_progress
         self.facts = {"config": config.model_dump(mode="json"), "provenance": provenance(), **launch_facts(accelerator)}
         if config.data.source == "text":
             from data.integrity import read_metadata  # imports pyarrow
@@ -88,27 +98,46 @@ class Saver(AbstractContextManager):
                 if self.rank == 0:
                     print(error, file=sys.stderr)
 
-    def save(self, step: int, tokens: int, state: TrainState, metrics: Mapping[str, float | str]) -> None:
-        """Begin to write the checkpoint of `step`, once the previous one is complete, and delete old ones.
+    def save(
+        self, completed_steps: int, state: TrainState, metrics: Mapping[str, float | str], evaluated: bool = True
+    ) -> None:
+        """Begin to write the checkpoint of a step, once the previous one is complete, and delete old ones.
 
-        `tokens` are the training tokens until `step`.
+        Do nothing if this step has been saved already. `evaluated` is False if an evaluation of this step is still to
+        come: `add_evaluation` then adds its metrics.
 
         Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values in `optimizer.state`
         that are not tensors.
         """
+        if self.saved_step == completed_steps:
+            return
         self.wait()
         from trainer.checkpoint import tensor_files  # slow to import, and not needed before
 
         tensors = tensor_files.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
         copy = tensor_files.copy_to_cpu(tensors) if self.config.asynchronous else tensors
-        rest = {"step": step, "tokens": tokens, "skipped": state.results.skipped, "metrics": finite_or_null(metrics)}
-        self.pending = self.executor.submit(self._write, copy, rest)
+        rest = {"step": completed_steps, "tokens": self.count_tokens(completed_steps)}
+        rest |= {"skipped": state.results.skipped, "metrics": finite_or_null(metrics), "evaluated": evaluated}
+        self._submit(self._write, copy, rest)
+        self.saved_step = completed_steps
+
+    def add_evaluation(self, completed_steps: int, metrics: Mapping[str, float | str]) -> None:
+        """Begin to add the evaluation of a step to its checkpoint, if it was saved; `metrics` are all of the step."""
+        if self.saved_step == completed_steps:
+            self._submit(self._add_evaluation, completed_steps, finite_or_null(metrics), self.pending)
+
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Let the thread call a function, after those that are still pending."""
+        self.pending = self.executor.submit(function, *arguments)
         if not self.config.asynchronous:
             self._wait_for_thread()  # the next self.wait raises any other error
 
     @property
     def failed(self) -> bool:
-        """Whether the run must stop because its last checkpoint could not be written; `wait` raises the reason."""
+        """Whether the run must stop because its last checkpoint could not be written; `wait` raises the reason.
+
+        With `checkpoint.on_failure: continue` it is always False.
+        """
         if self.pending is None or not self.pending.done():
             return False
         return self.pending.exception() is not None and self.config.on_failure == "stop"
@@ -179,6 +208,17 @@ class Saver(AbstractContextManager):
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+    def _add_evaluation(self, step: int, metrics: dict[str, Any], writing: futures.Future[None] | None) -> None:
+        """Write the metrics into the manifest of a checkpoint; runs in the background thread."""
+        if writing is not None:
+            writing.result()  # raises the error of a checkpoint that could not be written
+        final = step_directory(self.checkpoints, step)
+        with self._all_succeed(final):
+            if self.rank == 0:
+                self.sync_metrics()
+                replace(read_manifest(final), metrics=metrics, evaluated=True).write(final)
+                rotate(self.checkpoints, step, self.config)  # the best checkpoint may be another one now
 
     @contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:

@@ -28,7 +28,7 @@ from model.gpt import GPTModel, Output
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.schema import TrainConfig
 from runtime.distributed.collectives import broadcast_from_main
-from runtime.distributed.launch import num_shards, start_accelerator
+from runtime.distributed.launch import join_launch, num_shards
 from runtime.distributed.launch_checks import check_launch
 from runtime.distributed.sharding import full_tensor
 from runtime.distributed.signals import Preempted
@@ -138,7 +138,7 @@ class Verification:
     """
 
     def __init__(self, config: TrainConfig, script: ModuleType):
-        self.script, self.accelerator = script, start_accelerator(config)
+        self.script, self.accelerator = script, Accelerator(**join_launch(config))
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
         first = config.schedule.batch_warmup_from
@@ -251,7 +251,7 @@ class Verification:
         loader = BatchLoader(self.corpus.train, order, size, self.device, rank, num_processes)
         reducer = make_reducer and make_reducer(trainable_parameters(network))
         results = Results(rank, num_processes, self.device)
-        state = TrainState(self.config, self.accelerator, network, model, optimizer, results, reducer)
+        state = TrainState(self.config, self.accelerator, network, model, optimizer, results, reducer=reducer)
         rows, tokens = [], 0
         with record_first_gradients() as gradient:
             for step in range(self.config.steps):
@@ -259,8 +259,7 @@ class Verification:
                 if step == 0:
                     self.script.warm_up(state, micro_batches[0])
                 self.script.train_step(state, step, micro_batches)
-                result = results.read(wait=True)
-                assert result is not None, "a step was taken"
+                result = results.current()
                 row = {f"train/{name}": value for name, value in result.means.items()}
                 count = sum(batch["input_ids"].numel() for batch in micro_batches)
                 tokens += sum(gather_object([count])) if num_processes > 1 else count

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
-from data.sampler import BatchSizes
+from data.sampler import BatchSizes, TokenCount
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from runtime.config.schema import TrainConfig
@@ -151,8 +151,8 @@ class Run:
     def tokens(self, step: int) -> int:
         """Return the training tokens until a step, not before the one from which a branch was started."""
         sizes, branch = BatchSizes.from_settings(self.settings), self.branch()
-        since = (branch.step, branch.tokens) if branch else (0, 0)
-        return sizes.tokens(step, self.settings["seq_len"], since)
+        known = (branch.step, branch.tokens) if branch else (0, 0)
+        return TokenCount(sizes, self.settings["seq_len"], *known)(step)
 
     def tokens_per_second(self) -> float:
         """Return the median of the logged speeds, without the first, which includes one-time work; NaN if unknown."""

@@ -1,4 +1,4 @@
-"""Log metrics and texts to the run directory, the screen and a tracker."""
+"""Log metrics and texts to the run directory and the screen, and texts to the trackers."""
 
 import os
 import re
@@ -13,7 +13,6 @@ from runtime.config.schema import TrainConfig
 from runtime.json_objects import finite_or_null
 from trainer.run.directory import Run
 from trainer.run.metrics_log import RowWriter
-from trainer.run.trackers import start_tracker
 from trainer.throughput import Throughput
 
 NUM_TEXTS_SHOWN = 3
@@ -33,6 +32,8 @@ def format_metric(name: str, value: float) -> str:
 class Reporter(AbstractContextManager):
     """Logs metrics and prints, on the main process; on every other process its methods do nothing.
 
+    At the end it finishes the trackers of Accelerate, whose `log` the training loop calls itself.
+
     On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
     """
 
@@ -40,7 +41,8 @@ class Reporter(AbstractContextManager):
         self, config: TrainConfig, run: Run, step: int, accelerator: Accelerator, throughput: Throughput | None = None
     ):
         """Start at `step`. The time of a step and the time left are those of `throughput`."""
-        self.steps, self.is_main_process = config.steps, accelerator.is_main_process
+        self.first_step, self.steps = step, config.steps
+        self.is_main_process = accelerator.is_main_process
         self.throughput = throughput
         if not self.is_main_process:
             return
@@ -51,30 +53,30 @@ class Reporter(AbstractContextManager):
         )
         self.metrics_file = RowWriter(run.path / "metrics.jsonl")
         self.generations_file = run.path / "generations.jsonl"
-        self.tracker = start_tracker(config, run, step, self.say)
+        self.trackers = accelerator.trackers
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of `step`: a line of metrics.jsonl, a point in the tracker, a line or bar on the screen.
+    def log(self, completed_steps: int, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a step: a line of metrics.jsonl, and a line or the bar on the screen.
 
         Without metrics, only the progress bar advances.
         """
         if not self.is_main_process:
             return
-        self.bar.update(step - self.bar.n)
+        self.bar.update(completed_steps - self.bar.n)
         if not metrics:
             return
         try:
-            self.metrics_file.append({"step": step, **finite_or_null(metrics)})
+            self.metrics_file.append({"step": completed_steps, **finite_or_null(metrics)})
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
-        if self.tracker is not None:
-            self.tracker.log(step, metrics)
 
-        # The line of a training step, which on a terminal is part of the bar.
+        # The line of a training step, which on a terminal is part of the bar. An earlier session has printed it for the
+        # step at which this one starts: only an evaluation is added to that.
         training = {
             SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
             for name, value in metrics.items()
-            if name.startswith(TRAINING)
+            if completed_steps > self.first_step
+            and name.startswith(TRAINING)
             and name not in ("train/tokens", "perf/peak_memory_bytes")
             and (value or name != "train/skipped")
         }
@@ -83,9 +85,9 @@ class Reporter(AbstractContextManager):
             training["ms/step"] = format(milliseconds, ",.0f" if milliseconds >= 100 else ".3g")
         if training and self.bar.disable:
             if self.throughput:  # the bar estimates the time left itself
-                training["left"] = tqdm.format_interval(self.throughput.seconds_left(step, self.steps))
+                training["left"] = tqdm.format_interval(self.throughput.seconds_left(completed_steps, self.steps))
             parts = [f"{name} = {value}" for name, value in training.items()]
-            self.say(f"[step {step} / {self.steps}] " + " ".join(parts))
+            self.say(f"[step {completed_steps} / {self.steps}] " + " ".join(parts))
         elif training:
             self.bar.set_postfix(training)
 
@@ -96,26 +98,26 @@ class Reporter(AbstractContextManager):
                 entropy = metrics["val/entropy"]
                 amount = f"{excess / entropy:.1%}" if entropy else f"{excess:.4f} nats"
                 parts.append(f"({amount} above the entropy of the data)")
-            self.say(f"[step {step} / {self.steps}] " + " ".join(parts))
+            self.say(f"[step {completed_steps} / {self.steps}] " + " ".join(parts))
 
     def sync(self) -> None:
         """Return once all rows of metrics.jsonl are on the disk; raise OSError if they cannot be written."""
         if self.is_main_process:
             self.metrics_file.sync()
 
-    def log_texts(self, step: int, name: str, texts: list[str]) -> None:
-        """Print the first sampled texts, and log all of them to generations.jsonl and the tracker."""
+    def log_texts(self, completed_steps: int, name: str, texts: list[str]) -> None:
+        """Print the first sampled texts, and log all of them to generations.jsonl and the trackers."""
         if not self.is_main_process:
             return
         for text in texts[:NUM_TEXTS_SHOWN]:
             self.say("  | " + text.replace("\n", "\n  | "))
         try:
             with closing(RowWriter(self.generations_file)) as file:
-                file.append(*({"step": step, name: text} for text in texts))
+                file.append(*({"step": completed_steps, name: text} for text in texts))
         except OSError as error:
             self.say(f"generations.jsonl cannot be written ({error.strerror}).")
-        if self.tracker is not None:
-            self.tracker.log_texts(step, name, texts)
+        for tracker in self.trackers:
+            tracker.log_texts(completed_steps, name, texts)
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -128,5 +130,5 @@ class Reporter(AbstractContextManager):
             return
         self.bar.close()
         self.metrics_file.close()
-        if self.tracker is not None:
-            self.tracker.finish(exception)
+        for tracker in self.trackers:
+            tracker.finish(exception)

@@ -1,4 +1,4 @@
-"""Resolve a config, for train.py, tools.plan and verify.py: fill in its null settings and load its data and models."""
+"""Resolve a config: fill in its null settings, and load its data and the models that it names."""
 
 from contextlib import suppress
 from operator import attrgetter

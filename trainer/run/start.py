@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ from runtime.distributed.signals import Preempted
 from runtime.files import copy_contents, folder_written_atomically, move_aside, open_no_link, write_atomically
 from trainer.checkpoint.provenance import launch_facts, provenance, uncommitted_changes
 from trainer.run.directory import LOCK_FILE, Branch, Run, Status
-from trainer.run.metrics_log import truncate_after_step
+from trainer.run.metrics_log import RowWriter, truncate_after_step
 from trainer.run.resume import StartingPoint, choose_starting_point, resumed_settings, starts_afresh
 
 
@@ -126,9 +126,13 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
 
     # Remove the rows that this session will log again, and store its settings.
     run.checkpoints.mkdir(exist_ok=True)
-    last_kept = start.step if start.checkpoint else -1  # without a checkpoint step 0 is evaluated again
+    last_kept = start.step if start.evaluated else start.step - 1  # an evaluation that is missing is made up for
     truncate_after_step(run.path / "metrics.jsonl", last_kept, one_per_step=True)
-    truncate_after_step(run.path / "generations.jsonl", start.step)
+    truncate_after_step(run.path / "generations.jsonl", last_kept)
+    if start.evaluated and start.metrics and not parent and run.newest_metrics()["step"] < start.step:
+        # The run was killed after its checkpoint was complete, and before the row of that step was on the disk.
+        with closing(RowWriter(run.path / "metrics.jsonl")) as file:
+            file.append({"step": start.step, **start.metrics})
     truncate_after_step(run.path / "sessions.jsonl", config.steps)  # only to remove an incomplete line
     write_atomically(run.path / "config.yaml", yaml.safe_dump(settings_to_store(config), sort_keys=False))
 

@@ -11,6 +11,7 @@ from model.attention import HAS_TRITON
 from model.gpt import GPTModel
 from runtime.config.schema import TrainConfig
 from runtime.distributed.launch import num_shards
+from trainer.cuda_graph import GraphChoice
 from trainer.gradients import trainable_parameters
 from trainer.prepare_model import attention_kernels, missing_compiler
 from trainer.run.resume import StartingPoint
@@ -22,10 +23,9 @@ def format_batch(config: TrainConfig, unit: int = 1) -> str:
     return " to ".join(dict.fromkeys(str(size // unit) for size in (sizes.size(0), sizes.global_batch_size)))
 
 
-def format_tokens(config: TrainConfig, since: tuple[int, int] = (0, 0)) -> str:
-    """Format the tokens of a step and of the whole run, which had trained `since[1]` before step `since[0]`."""
+def format_tokens(config: TrainConfig, total: int) -> str:
+    """Format the tokens of a step, and `total`, those of the whole run."""
     sizes = BatchSizes.from_config(config)
-    total = sizes.tokens(config.steps, config.seq_len, since)
     first, last = (size * config.seq_len for size in (sizes.size(0), sizes.global_batch_size))
     if first == last:
         return f"{last:,} a step, {total:,} in {config.steps:,} steps"
@@ -40,9 +40,10 @@ def summary(
     directory: Path,
     start: StartingPoint,
     corpus: Corpus,
-    graph_trial: str = "",
+    total_tokens: int,
+    graph: GraphChoice,
 ) -> str:
-    """Describe a run in lines of the form `name: fact`; `graph_trial` is what a trial of a CUDA graph found."""
+    """Describe a run, which trains `total_tokens` tokens, in lines of the form `name: fact`."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
@@ -57,7 +58,7 @@ def summary(
     else:
         arithmetic = [f"{precision}, weights gathered in {precision}, stored weights and sums of gradients in fp32"]
     in_force = {
-        "CUDA graph": config.cuda_graph,
+        "CUDA graph": graph.use,
         "TF32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
         "activation checkpointing": config.activation_checkpointing,
         "deterministic": config.exact,
@@ -83,10 +84,10 @@ def summary(
         "teacher": model.teacher and f"{config.teacher.path}, {model.teacher.model.num_parameters():,} parameters",
         "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
-        "tokens": format_tokens(config, (start.step, start.tokens)),
+        "tokens": format_tokens(config, total_tokens),
     }
-    if graph_trial:
-        facts["CUDA graph"] = f"{'on' if config.cuda_graph else 'off'}, {graph_trial}"
+    if graph.report:
+        facts["CUDA graph"] = f"{'on' if graph.use else 'off'}, {graph.report}"
     if device.type == "cuda" and config.data.packing == "isolated" and not HAS_TRITON:
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
     if sizes := corpus.file_sizes:

@@ -18,6 +18,9 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 from uuid import uuid4
 
+from accelerate.tracking import GeneralTracker, on_main_process
+from tqdm import tqdm
+
 from model.hf import exported_family
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
@@ -30,7 +33,12 @@ from trainer.run.metrics_log import read_rows
 
 STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
 CONNECTING_SECONDS = 5  # how long W&B's server may take to answer before the run is logged offline
-Say = Callable[[str], None]  # prints a line
+
+
+def say(text: str) -> None:
+    """Print a line, above the progress bar if there is one."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
 
 
 def check(config: TrainConfig) -> None:
@@ -55,15 +63,10 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"tracking.log_model: true exports the model, but {error}") from None
 
 
-def start_tracker(config: TrainConfig, run: Run, step: int, say: Say) -> "Tracker | None":
-    """Start the tracker of the config after `step` completed steps; None if it is off."""
-    if config.tracking.tracker == "wandb":
-        if config.tracking.wandb == "disabled":
-            return None
-        if is_disabled_by_environment():
-            say("W&B is off by the environment variable WANDB_MODE=disabled: metrics go to metrics.jsonl only.")
-            return None
-    return Tracker(config, run.path, step, say)
+def build_tracker(config: TrainConfig, run: Run) -> "Tracker | None":
+    """Return the tracker of a run, for `Accelerator(log_with=...)`; `accelerator.init_trackers` starts it."""
+    is_off = config.tracking.tracker == "wandb" and config.tracking.wandb == "disabled"
+    return None if is_off else Tracker(config, run.path)
 
 
 def is_disabled_by_environment() -> bool:
@@ -71,26 +74,44 @@ def is_disabled_by_environment() -> bool:
     return os.environ.get("WANDB_MODE", "").lower() == "disabled"
 
 
-class Tracker:
-    """Logs to W&B or TensorBoard. After the first error, which is printed, nothing more is logged.
+class Tracker(GeneralTracker):
+    """Logs to W&B or TensorBoard, as a tracker of Accelerate; only the main process calls its methods.
 
-    All calls run in order in one thread, so that training does not wait for them.
+    Accelerate's own trackers write in the training thread, and an error or a lost connection ends the run. Here all
+    calls run in order in a thread of their own, so that training does not wait for them. After the first error, which
+    is printed, nothing more is logged.
     """
 
-    def __init__(self, config: TrainConfig, directory: Path, step: int, say: Say):
-        self.config, self.directory, self.say, self.has_failed = config, directory, say, False
+    requires_logging_directory = False
+    tracker = None  # Accelerate's name for the object inside, which only the thread uses
+
+    def __init__(self, config: TrainConfig, directory: Path):
+        self.name = config.tracking.tracker
+        super().__init__()
+        self.config, self.directory, self.has_failed = config, directory, False
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin to start the tracker; `sessions.jsonl` has the settings and the first step of this session."""
+        if self.name == "wandb" and is_disabled_by_environment():
+            self.has_failed = True
+            say("W&B is off by the environment variable WANDB_MODE=disabled: metrics go to metrics.jsonl only.")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
-        self._submit(lambda: self._start(step))
+        self._submit(self._start)
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Log the metrics of a step."""
-        self._submit(lambda: self.run.log(step, metrics))
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Log the metrics of a step, if there are any."""
+        if values:
+            self._submit(lambda: self.run.log(step, values))
 
+    @on_main_process
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Log generated texts."""
         self._submit(lambda: self.run.log_texts(step, name, texts))
 
-    def finish(self, failure: BaseException | None) -> None:
+    @on_main_process
+    def finish(self, failure: BaseException | None = None) -> None:
         """Return when everything is written; `failure` is the exception that ended the run, if any.
 
         It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
@@ -100,17 +121,15 @@ class Tracker:
         last = self._submit(lambda: self.run.finish(failure is not None))  # runs after all queued actions
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
         if not wait([last], seconds).done:
-            name = self.config.tracking.tracker
-            self.say(f"{name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
+            say(f"{self.name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
-    def _start(self, step: int) -> None:
+    def _start(self) -> None:
         *_, session = read_rows(self.directory / "sessions.jsonl")
         settings = {**session.pop("config"), **session}  # with the launch, the versions and the commit
-        self.run = TRACKERS[self.config.tracking.tracker](self.config, self.directory, settings, step, self.say)
+        self.run = TRACKERS[self.name](self.config, self.directory, settings, session["step"])
 
     def _submit(self, action: Callable[[], object]) -> Future[None]:
         """Queue `action` for the thread; its first error is printed and ends the tracking."""
-        name = self.config.tracking.tracker
 
         def call() -> None:
             if self.has_failed:
@@ -121,7 +140,7 @@ class Tracker:
                 self.has_failed = True
                 missing = isinstance(error, ImportError)
                 reason = "is not installed" if missing else f"has failed ({type(error).__name__}: {error})"
-                self.say(f"{name} {reason}: metrics go to metrics.jsonl only.")
+                say(f"{self.name} {reason}: metrics go to metrics.jsonl only.")
 
         return self.thread.submit(call)
 
@@ -129,7 +148,7 @@ class Tracker:
         """Export the newest checkpoint, and log the folder."""
         manifests = Run(self.directory).manifests()
         if not manifests:
-            self.say(f"The model is not logged: {self.directory} has no valid checkpoint")
+            say(f"The model is not logged: {self.directory} has no valid checkpoint")
             return
         checkpoint, manifest = next(iter(manifests.items()))  # the newest
         folder = self.directory / "exports" / checkpoint.name
@@ -138,7 +157,7 @@ class Tracker:
             command = [sys.executable, str(ROOT / "export.py"), str(checkpoint), str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
             if done.returncode:  # the run has finished nevertheless
-                self.say(f"The model is not logged: {done.stderr.strip().rpartition('error: ')[2]}")
+                say(f"The model is not logged: {done.stderr.strip().rpartition('error: ')[2]}")
                 return
         metadata = {"step": manifest.step, **finite_or_null(manifest.metrics), **manifest.provenance}
         self._submit(lambda: self.run.log_model(folder, metadata))
@@ -147,7 +166,7 @@ class Tracker:
 class WandbRun:
     """A W&B run, which all sessions of a run directory share."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int, say: Say):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
         import wandb
 
         tracking, self.name = config.tracking, config.name
@@ -175,7 +194,7 @@ class WandbRun:
                 finish_timeout_raises=True,
             ),
         )
-        self.run = start_online(start, directory, say) if tracking.wandb == "online" else start(mode="offline")
+        self.run = start_online(start, directory) if tracking.wandb == "online" else start(mode="offline")
         # W&B's own step cannot decrease, so it would drop the points of steps that are trained again after a resume.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -201,7 +220,7 @@ class WandbRun:
         self.run.finish(exit_code=int(failed))
 
 
-def start_online(start: Callable[..., Any], directory: Path, say: Say) -> Any:
+def start_online(start: Callable[..., Any], directory: Path) -> Any:
     """Start a W&B run with mode=online; if the server cannot be used, say so and start it with mode=offline."""
     import wandb
 
@@ -232,7 +251,7 @@ def connection_problem(url: str) -> str | None:
 class TensorBoardRun:
     """An event file in RUN/tensorboard for each session."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int, say: Say):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the points of steps that an earlier session logged and that are trained again.
@@ -242,7 +261,7 @@ class TensorBoardRun:
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""
         for name, value in metrics.items():
-            if not isinstance(value, str):  # the digest
+            if isinstance(value, int | float):  # not the digest
                 self.writer.add_scalar(name, value, step)
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
