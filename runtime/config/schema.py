@@ -364,7 +364,8 @@ class TrainConfig(Settings):
 
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
-    compared before every checkpoint. 0: never compare them, not even before a checkpoint."""
+    compared in every step that is logged, evaluated or saved, because the digest is computed there anyway. 0: never
+    compare them, not even before a checkpoint."""
 
     # The limit, 68 years, is far below the 2**33 seconds at which clocks of nanoseconds in int64 overflow.
     timeout_seconds: Annotated[int, Ge(1), Le(2**31 - 1)] = 600

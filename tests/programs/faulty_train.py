@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
+from data.synthetic.stories import StoriesDataset
 from runtime.cli import scripts
 from runtime.distributed.sharding import is_sharded
 from runtime.distributed.signals import StopSignal
@@ -35,6 +36,11 @@ class Model(train.GPTModel):
         Model.instance = self
 
     def forward(self, *arguments, **named):
+        if MINE and not self.training and (Model.step or 0) in FAULTY_STEPS:
+            if KIND == "stop_in_evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if KIND == "kill_in_evaluation":
+                os.kill(os.getpid(), signal.SIGKILL)
         output = super().forward(*arguments, **named)
         if KIND == "nan" and MINE and self.training and Model.step in FAULTY_STEPS:
             output = output._replace(loss=output.loss * float("nan"))
@@ -80,6 +86,17 @@ def inject_fault(optimizer):
         shutil.rmtree(os.environ["RUN"] + "-deleted", ignore_errors=True)
 
 
+def stopping(original):
+    """A function that reads a text of the training set, and at its first call sends a signal to this process."""
+
+    def call(*arguments):
+        if not StopSignal.received:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    return call
+
+
 def fill(path):
     with open(path, "wb", buffering=0) as file:
         try:
@@ -106,6 +123,8 @@ if KIND == "kill_after_shards":
     saver.sha256 = dying(saver.sha256)
 if KIND == "kill_before_rename":
     saver.os.rename = dying(os.rename)
+if KIND == "stop_in_scan":
+    StoriesDataset.text = stopping(StoriesDataset.text)
 if os.environ.get("LIE_ABOUT_FREE_SPACE"):
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
 

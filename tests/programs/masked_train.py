@@ -37,5 +37,5 @@ if __name__ == "__main__":
     model.gpt.attention_masks = bidirectional_masks
     model.gpt.GPTModel.predicts_next_token = False
     if "--verify_steps" in sys.argv:
-        scripts.run_and_exit("verify", parse_short_run, module="trainer.checks.verification")
+        scripts.run_and_exit("verify", parse_short_run)
     scripts.run_and_exit("train")

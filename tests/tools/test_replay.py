@@ -231,8 +231,7 @@ def test_gradient_of_a_fork_is_not_taken_for_rounding(tmp_path):
     """The run logs a digest with each checkpoint, but no loss before its end; then the gradient is multiplied by -5."""
     train(*RECIPE, "--tracking.log_every", 100, "--out_dir", tmp_path, "--name", "run")
     code = "import train, tools.replay as replay, sys; from runtime.cli.scripts import run_and_exit\n"
-    code += "backward = train.backward\n"
-    code += "train.backward = lambda loss, *rest: backward(-5 * loss, *rest)\n"
+    code += "train.connect_parameters = lambda loss, model: -5 * loss\n"
     code += "del sys.argv[0]; run_and_exit('tools.replay', replay.ReplayConfig)"
     shown = forked.run("-c", [code, "tools.replay", str(tmp_path / "run"), "4"], 0, environment()).stdout
     assert "\nNOT reproduced: 2 of 2 digest(s) differ, and the run logged no loss" in shown, shown

@@ -34,7 +34,7 @@ def test_nan_loss_names_process_and_replay(monkeypatch):
     with pytest.raises(
         NonFiniteError, match=r"^step 3: loss = nan, .* in micro-batches of process\(es\) \[1\];"
     ) as stopped:
-        results.read(wait=True)
+        results.current()
     assert str(stopped.value).endswith("python -m tools.replay 'my runs/a' 3"), "quoted for a shell"
 
 
@@ -42,7 +42,7 @@ def test_batch_without_targets_is_reported():
     results = Results(0, 1, CPU)
     send(results, math.nan, num_targets=0, grad_norm=math.nan)
     with pytest.raises(NonFiniteError, match="no target token in the global batch"):
-        results.read(wait=True)
+        results.current()
 
 
 def test_skipped_updates_are_counted_and_limited():
@@ -50,10 +50,10 @@ def test_skipped_updates_are_counted_and_limited():
     results.skipped = (5, 0)  # from a checkpoint
     for loss, skipped in ((math.inf, (6, 1)), (1.0, (6, 0)), (math.nan, (7, 1)), (math.nan, (8, 2))):
         send(results, loss)
-        assert results.read(wait=True).finite == math.isfinite(loss) and results.skipped == skipped
+        assert results.current().finite == math.isfinite(loss) and results.skipped == skipped
     send(results, math.nan)
     with pytest.raises(NonFiniteError, match="3 times in a row, in micro-batches of process"):
-        results.read(wait=True)
+        results.current()
 
 
 class ForbidItemAssignment(TorchFunctionMode):
@@ -71,7 +71,7 @@ def test_numbers_are_copied_without_synchronisation():
         counter = torch.tensor(1.0, dtype=torch.float64)
         send(results, (1.5, {"rows": (counter, 2)}), stop=True, grad_norm=3.0)
         counter += 1  # a model may reuse its counters
-    result = results.read(wait=True)
+    result = results.current()
     assert result.stop and result.means == {"loss": 1.5, "rows": 0.5} and result.grad_norm == 3.0
 
 
@@ -86,31 +86,39 @@ def test_auxiliary_metrics_keep_no_graph():
 def test_loss_is_sum_over_micro_batches():
     results = Results(0, 1, CPU)
     send(results, 1.5, 0.5)
-    assert results.read(wait=True).means["loss"] == 2.0
+    assert results.current().means["loss"] == 2.0
 
 
 def test_results_are_read_one_step_late():
     results = Results(0, 1, CPU)
     send(results, 1.0, step=1)
-    assert results.read() is None
+    assert results.latest() is None
     send(results, 2.0, step=2)
-    assert results.read().means == {"loss": 1.0}
-    assert results.read(wait=True).means == {"loss": 2.0}
+    assert results.latest().means == {"loss": 1.0}
+    assert results.current().means == {"loss": 2.0}
 
 
-def test_stop_is_read_at_once_when_seen():
+def test_request_to_stop_is_in_the_latest_and_in_the_current_result():
+    for read in (Results.latest, Results.current):
+        results = Results(0, 1, CPU)
+        send(results, 1.0, step=1, stop=True)
+        send(results, 2.0, step=2)
+        assert read(results).stop
+        assert results.current().means == {"loss": 2.0}
+
+
+def test_current_result_is_returned_again():
+    """With `on_nonfinite: skip` train_step reads it before the loop does."""
     results = Results(0, 1, CPU)
-    send(results, 1.0, step=1, stop=True)
-    send(results, 2.0, step=2)
-    result = results.read()
-    assert result.means == {"loss": 2.0} and result.stop, "the run stops after the step that was just taken"
+    send(results, 1.0)
+    assert results.current() == results.latest() == results.current()
 
 
 def test_counts_are_exact_beyond_float32():
     results = Results(0, 1, CPU)
     results.register_names({"rows": (0, 0)})
     send(results, (1.0, {"rows": (2**24 + 1, 1)}))
-    assert results.read(wait=True).means["rows"] == 2**24 + 1
+    assert results.current().means["rows"] == 2**24 + 1
 
 
 def test_changed_or_reserved_names_are_refused(monkeypatch):

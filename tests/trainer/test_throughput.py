@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from data.sampler import BatchSizes
+from data.sampler import BatchSizes, TokenCount
 from trainer import throughput
 from trainer.throughput import Throughput, peak_bf16_flops, peak_memory_bytes
 
@@ -35,7 +35,7 @@ def test_mfu_is_the_fraction_of_the_peak(monkeypatch):
     """Steps 3 to 7, of 4 sequences of 10 tokens each, take 8 seconds; a token takes 50 FLOPs."""
     times = iter([100.0, 108.0])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
-    meter = Throughput(BatchSizes(4), seq_len=10, flops_per_token=50.0, peak_flops=5000.0)
+    meter = Throughput(TokenCount(BatchSizes(4), 10), flops_per_token=50.0, peak_flops=5000.0)
     meter.restart(2)
     metrics = meter.measure(7)
     assert metrics["train/tokens"] == 280 and metrics["perf/tokens_per_second"] == 25
@@ -47,7 +47,7 @@ def test_time_left_includes_evaluations_and_growing_batches(monkeypatch):
     """Steps 0 to 3 have 2 sequences, later ones 4. Four steps take 4 seconds, and an evaluation 12 more."""
     times = iter([100.0, 104.0, 116.0, 116.0, 126.0])
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
-    meter = Throughput(BatchSizes(4, warmup_from=2, warmup_steps=4), seq_len=10, flops_per_token=0, peak_flops=0)
+    meter = Throughput(TokenCount(BatchSizes(4, warmup_from=2, warmup_steps=4), 10), flops_per_token=0, peak_flops=0)
     meter.restart(0)
     assert "perf/mfu" not in meter.measure(4), "the peak is unknown"
     assert meter.seconds_per_step == 1

@@ -53,8 +53,9 @@ def state_tensors(
     """
     lost = {name for state in optimizer.state.values() for name, value in state.items() if not torch.is_tensor(value)}
     if lost:
+        bare = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
         raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} keeps {', '.join(f'state[{name!r}]' for name in sorted(lost))} as "
+            f"optimizer: {type(bare).__name__} keeps {', '.join(f'state[{name!r}]' for name in sorted(lost))} as "
             "numbers or objects; checkpoints contain only tensors, so a resumed run would lose this; use torch.tensor"
         )
     weights, moments = get_state_dict(model, optimizer if with_moments else (), options=FLATTENED)

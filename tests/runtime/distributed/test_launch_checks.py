@@ -106,7 +106,6 @@ def test_incomplete_environment_is_refused():
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["use_deepspeed: true is not supported", "FSDP"]),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["use_megatron_lm: true is not supported", "FSDP"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, ["mixed_precision: fp8", "bf16"]),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, ["mixed_precision: fp16", "on_nonfinite: skip"]),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -114,6 +113,13 @@ def test_unsupported_variables_are_refused(variables, parts):
     message = problems("--config_file", CPU, **variables)
     assert message.count("\n") == 0
     assert all(part in message for part in parts), message
+
+
+def test_fp16_needs_a_gpu_and_skipping():
+    message = problems("--config_file", CPU, ACCELERATE_MIXED_PRECISION="fp16")
+    on_cpu, skipping = message.splitlines()
+    assert on_cpu == "mixed_precision: fp16 needs a GPU, and this run trains on the CPU; use bf16 or no"
+    assert skipping.startswith("mixed_precision: fp16") and skipping.endswith("set on_nonfinite: skip")
 
 
 @pytest.mark.parametrize(

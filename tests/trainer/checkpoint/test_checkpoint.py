@@ -255,10 +255,10 @@ def test_training_continues_while_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "write", write_later)
     state = build_trained(0, steps=2)
     config = TrainConfig(checkpoint=CheckpointConfig(keep=1))
-    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
     for step in (2, 3):
         saved = str(state_digest(*state))
-        saver.save(step, 0, train_state(*state), {})
+        saver.save(step, train_state(*state), {})
         assert not saver.failed
         train_on(*state, 1)
         assert newest_valid(tmp_path)[0] != step_directory(tmp_path, step)
@@ -277,17 +277,17 @@ def test_synchronous_save_never_outlasts_its_timeout(tmp_path, monkeypatch):
     may_write = threading.Event()
     monkeypatch.setattr(tensor_files, "write", lambda *_: may_write.wait(20))
     config = TrainConfig(checkpoint=CheckpointConfig(asynchronous=False, on_failure="continue"))
-    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda: None, lambda step: None)
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
     saver.timeout_seconds = 0.01
     with pytest.raises(RunError, match="was not written within"):
-        saver.save(1, 0, train_state(*build_trained(0, steps=1)), {})
+        saver.save(1, train_state(*build_trained(0, steps=1)), {})
     may_write.set()
 
 
 def test_checkpoint_is_saved_where_the_free_space_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
-    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
-    saver.save(1, 0, train_state(*build_trained(0, steps=1)), {})
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
+    saver.save(1, train_state(*build_trained(0, steps=1)), {})
     saver.wait()
     assert remaining_steps(tmp_path) == [1]
 
@@ -298,14 +298,14 @@ def test_background_thread_has_lowest_priority(tmp_path):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     before = priority()
-    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
     assert saver.executor.submit(priority).result() == 19
     assert priority() == before, "the thread that trains keeps its own"
 
 
 def test_failed_save_hides_no_other_error(tmp_path, capsys):
     """The run ends with the error of the training, and the disk's is printed."""
-    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda: None, lambda step: None)
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
 
     def fail() -> None:
         raise SaveError("cannot write the checkpoint")

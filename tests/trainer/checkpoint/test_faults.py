@@ -266,6 +266,7 @@ def test_max_skipped_in_a_row_counts_across_restarts(runs):
 def test_diverged_replicas_stop_run(runs):
     """One bit of one weight of process 1 flips in step 3; replicas are compared every second step."""
     arguments = [*TINY, "--out_dir", runs, "--check_replicas_every", 2, "--checkpoint.every", 100]
+    arguments += ["--tracking.log_every", 100]  # a logged step compares them too
     done = train(*arguments, processes=3, exit_code=1, faults="flip:1:3")
     error = next(line for line in done.stderr.splitlines() if "train.py: error" in line)
     assert "step 4: the state differs between processes, in 1 of " in error

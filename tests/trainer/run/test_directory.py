@@ -500,9 +500,9 @@ def test_metrics_are_synced_before_checkpoint_appears(tmp_path):
         if fault := faults.pop():
             raise fault
 
-    saver = Saver(tmp_path, TrainConfig(), accelerator, sync, lambda step: None)
+    saver = Saver(tmp_path, TrainConfig(), accelerator, lambda step: 0, sync, lambda step: None)
     for step in (1, 2):
-        saver.save(step, 0, train_state(network, optimizer), {})
+        saver.save(step, train_state(network, optimizer), {})
     with pytest.raises(SaveError, match="Input/output error"):
         saver.wait()
     assert there_already == [[], ["step-00000001"]]

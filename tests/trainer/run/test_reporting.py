@@ -21,6 +21,7 @@ from trainer.run.reporting import Reporter
 
 STEPS = 2
 ALONE = SimpleNamespace(
+    trackers=[],
     device=torch.device("cpu"),
     process_index=0,
     num_processes=1,

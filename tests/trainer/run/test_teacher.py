@@ -187,14 +187,12 @@ def test_distillation_is_same_in_all_ways(way, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_distillation_in_mixed_precision_resumes_bitwise(precision, made):
-    words = [*recipe(made, "--on_nonfinite", "skip"), "--name"]
-    env = {"ACCELERATE_MIXED_PRECISION": precision}
-    train(*words, f"{precision} straight", **env)
+def test_distillation_in_bf16_resumes_bitwise(made):
+    words, env = [*recipe(made, "--on_nonfinite", "skip"), "--name"], {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    train(*words, "bf16 straight", **env)
     for until, exit_code in ((2, 75), (4, 0)):
-        train(*words, precision, "--stop_after", str(until), exit_code=exit_code, **env)
-    assert_same_run(made / "runs" / precision, made / "runs" / f"{precision} straight", 4)
+        train(*words, "bf16", "--stop_after", str(until), exit_code=exit_code, **env)
+    assert_same_run(made / "runs" / "bf16", made / "runs" / "bf16 straight", 4)
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from accelerate import PartialState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
@@ -178,10 +179,13 @@ def tracked(tmp_path, monkeypatch):
         run = Run(tmp_path / "run")
         run.path.mkdir(exist_ok=True)
         (run.path / "sessions.jsonl").write_text(json.dumps({"step": 2, "config": {"seed": 0}}) + "\n")
-        return Reporter(config, run, 2, PartialState(cpu=True))
+        tracker = trackers.build_tracker(config, run)
+        accelerator = Accelerator(cpu=True, log_with=tracker)
+        accelerator.init_trackers("run")
+        return Reporter(config, run, 2, accelerator)
 
     yield start
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.slow
@@ -213,9 +217,10 @@ def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsy
         raise OSError("no such server")
 
     monkeypatch.setattr("wandb.init", fail)
-    with tracked("--tracking.wandb", "offline") as tracker:
-        tracker.log(3, {"train/loss": 1.5})
-        tracker.log(4, {"train/loss": 1.25})
+    with tracked("--tracking.wandb", "offline") as reporter:
+        for step, row in enumerate([{"train/loss": 1.5}, {"train/loss": 1.25}], start=3):
+            reporter.log(step, row)
+            reporter.trackers[0].log(row, step=step)
     message, shown = (
         "wandb has failed (OSError: no such server): metrics go to metrics.jsonl only.\n",
         capsys.readouterr().out,
@@ -295,8 +300,8 @@ def test_wandb_online_that_fails_is_started_offline(tracked, monkeypatch, capsys
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(trackers, "connection_problem", lambda url: None)
     monkeypatch.setattr("wandb.init", init)
-    with tracked("--tracking.wandb", "online") as tracker:
-        tracker.log(3, {"train/loss": 1.5})
+    with tracked("--tracking.wandb", "online") as reporter:
+        reporter.trackers[0].log({"train/loss": 1.5}, step=3)
     assert modes == ["online", "offline"]
     assert run.log.call_args.args[0] == {"step": 3, "train/loss": 1.5}
     assert "W&B cannot be used online (OSError: no such project)" in capsys.readouterr().out
@@ -410,6 +415,6 @@ def test_progress_bar_advances_on_unlogged_steps(tmp_path, monkeypatch):
     )
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    with Reporter(config, run, 1, SimpleNamespace(is_main_process=True)) as tracker:
+    with Reporter(config, run, 1, SimpleNamespace(is_main_process=True, trackers=[])) as tracker:
         tracker.log(3, {})
         assert tracker.bar.n == 3 and not (run.path / "metrics.jsonl").read_text()

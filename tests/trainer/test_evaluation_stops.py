@@ -1,0 +1,79 @@
+"""A signal or a kill in an evaluation loses nothing: a resumed run makes up for the evaluation."""
+
+import json
+
+import pytest
+
+from tests.conftest import TINY_STORIES, assert_same_run, metrics, train
+from trainer.checkpoint.manifest import read_manifest, step_directory
+
+# Step 2 is evaluated but not saved, and step 4 is evaluated, saved and the last one, which also samples texts.
+WORDS = "--steps 4 --evaluation.every 2 --checkpoint.every 4 --evaluation.num_scored_generations 4 --exact true"
+RECIPE = [*TINY_STORIES, *WORDS.split(), "--evaluation.micro_batch_size", 1, "--name"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    out_dir = tmp_path_factory.mktemp("whole")
+    train(*RECIPE, "run", "--out_dir", out_dir, processes=2)
+    return out_dir / "run"
+
+
+def texts(run):
+    return [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+
+
+def assert_made_up(run, whole, step):
+    assert_same_run(run, whole, 4)
+    assert metrics(run) == metrics(whole) and texts(run) == texts(whole)
+    now, expected = (read_manifest(step_directory(path / "checkpoints", step)) for path in (run, whole))
+    assert now.evaluated and now.metrics["val/loss"] == expected.metrics["val/loss"]
+
+
+@pytest.mark.parametrize(("step", "rank"), [(0, 0), (2, 1), (4, 0)])
+def test_signal_in_evaluation_is_obeyed_before_its_end(step, rank, runs, whole):
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    done = train(*arguments, processes=2, exit_code=1, faults=f"stop_in_evaluation:{rank}:{step}")  # of the launcher
+    assert f"stopped after step {step}; run the same command again" in done.stderr
+    assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
+    checkpoints = [path.name for path in (runs / "run" / "checkpoints").iterdir()]
+    assert checkpoints == ([step_directory(runs, step).name] if step else [])
+    if step:
+        manifest = read_manifest(step_directory(runs / "run" / "checkpoints", step))
+        assert not manifest.evaluated and "val/loss" not in manifest.metrics
+        assert "val/loss" not in metrics(runs / "run")[-1]
+    shown = train(*arguments, processes=2).stdout
+    assert f"[step {step} / 4] val/loss" in shown and f"[step {step} / 4] loss" not in shown
+    assert_made_up(runs / "run", whole, 4)
+
+
+def test_kill_in_last_evaluation_loses_no_training(runs, whole):
+    arguments = [*RECIPE, "run", "--out_dir", runs, "--checkpoint.asynchronous", False]
+    train(*arguments, exit_code=-9, faults="kill_in_evaluation:0:4")
+    assert not read_manifest(step_directory(runs / "run" / "checkpoints", 4)).evaluated
+    shown = train(*arguments).stdout
+    assert f"resumed at step 4 from {runs}" in shown and "Training finished." in shown
+    assert_made_up(runs / "run", whole, 4)
+    assert "is complete: all 4 steps are done" in train(*arguments).stdout
+
+
+def test_row_of_checkpoint_is_restored(runs, whole):
+    """As after a kill between the rename of the checkpoint and the write of the row."""
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    train(*arguments, "--stop_after", 3, exit_code=75)
+    rows = (runs / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert json.loads(rows[-1])["step"] == 3
+    (runs / "run" / "metrics.jsonl").write_text("".join(rows[:-1]))
+    train(*arguments)
+    assert metrics(runs / "run") == metrics(whole)
+
+
+def test_signal_is_obeyed_while_texts_are_compared(runs):
+    """Comparing the last texts with every text of a large training set takes minutes."""
+    arguments = [*RECIPE, "run", "--out_dir", runs, "--data.num_samples", 2_000_000_000]
+    done = train(*arguments, exit_code=75, faults="stop_in_scan:0:4")
+    assert (
+        "stopped after step 4" in done.stderr
+        and read_manifest(runs / "run" / "checkpoints" / "step-00000004").step == 4
+    )
