@@ -45,7 +45,6 @@ from runtime.config.schema import TrainConfig
 from runtime.distributed.collectives import StopVote
 from runtime.distributed.launch import join_launch
 from runtime.distributed.launch_checks import check_launch, check_same_settings
-from runtime.distributed.sharding import full_tensor
 from runtime.distributed.signals import Interrupted, Preempted, StopSignal
 from runtime.distributed.state_hash import state_digest
 from runtime.distributed.tree_reduce import AllReduce, TreeSum
@@ -197,8 +196,7 @@ def train_step(state: TrainState, step: int, micro_batches: list[Batch], stop: b
     if scale != 1:
         foreach_mul_(gradients, 1 / scale)
     max_norm = scheduled_value("grad_clip", config.optimizer.grad_clip, config, step) or math.inf
-    grad_norm: Any = accelerator.clip_grad_norm_(state.parameters, max_norm)  # with FSDP2 a DTensor
-    results.add_grad_norm(full_tensor(grad_norm))
+    results.add_grad_norm(accelerator.clip_grad_norm_(state.parameters, max_norm))
 
     # Update the weights. With `skip` the host waits here for the result of this step.
     if config.on_nonfinite != "skip" or results.current().finite:
@@ -271,7 +269,7 @@ def train(
             sync_metrics=reporter.sync,
             record_progress=run.record_progress,
             has_tokenizer=corpus.tokenizer is not None,
-            saved_step=start.step if start.checkpoint in run.manifests() else None,
+            saved_step=start.step if start.checkpoint and not start.is_branch else None,
         ) as saver,
         closing(loader.batches(start.step, config.steps)) as batches,
         step_profiler(config.profile, start.step, run.path, accelerator.process_index) as profiler,
@@ -302,7 +300,6 @@ def train(
             if profiler:
                 profiler.step()
 
-            # Train.
             with state.block_statistics.record(due.log, state.graph):
                 train_step(state, step, next(batches), stop=stop_signal.requested() or saver.failed)
 

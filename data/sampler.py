@@ -2,12 +2,13 @@
 
 A run reads one long stream of samples: epoch after epoch, and in each epoch every sample once, in another order. (In a
 mixture each corpus has epochs of its own.) A position is an index in this stream, from 0. Global batch s has the
-next `BatchSizes.size(s)` positions, and `GlobalBatches.at` maps positions to indices of samples in the dataset. Any
-step can be computed without the steps before it, so a resumed run needs no sampler state. A branch computes its
-positions with its own batch sizes: if its parent had others, it skips or repeats samples.
+next `BatchSizes.size(s)` positions, and `GlobalBatches.sample_indices` maps positions to indices of samples in the
+dataset. Any step can be computed without the steps before it, so a resumed run needs no sampler state. A branch
+computes its positions with its own batch sizes: if its parent had others, it skips or repeats samples.
 
-To train in another order, such as a curriculum, edit `GlobalBatches.at` (for data.mix, `MixedBatches.at`). The last
-three functions of this file compute the default: a random permutation of each epoch that is never stored.
+To train in another order, such as a curriculum, edit `sample_indices` of `GlobalBatches` (for data.mix, of
+`MixedBatches`). The last three functions of this file compute the default: a random permutation of each epoch that is
+never stored.
 """
 
 from bisect import bisect_right
@@ -145,10 +146,10 @@ class GlobalBatches:
             local_size = self.sizes.size(step) // num_processes
             first = self.sizes.sequences_before(step) + rank * local_size
             positions.append(np.arange(first, first + local_size))
-        indices = iter(self.at(np.concatenate(positions)).tolist())
+        indices = iter(self.sample_indices(np.concatenate(positions)).tolist())
         return [list(islice(indices, len(positions_of_step))) for positions_of_step in positions]
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def sample_indices(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in the stream of samples to sample indices, both int64 [n].
 
         Edit this method to train in another order. It must depend on nothing that changes during a run: every process,
@@ -170,7 +171,7 @@ class MixedBatches(GlobalBatches):
         super().__init__(sum(corpus_sizes), sizes, seed)
         self.corpus_sizes, self.quotas, self.quota_ends = corpus_sizes, quotas, np.cumsum(quotas)
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def sample_indices(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in the stream of samples to sample indices, both int64 [n]."""
         # Give each position a slot, a random place in its block. The slots [quota_ends[c] - quotas[c], quota_ends[c])
         # hold samples of corpus c.

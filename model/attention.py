@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # absent from CPU b
 compiled_flex_attention = functools.cache(lambda: torch.compile(flex_attention))
 
 
-def attention(
+def dot_product_attention(
     q_BHTD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,

@@ -1,11 +1,19 @@
 """The settings of the model; importable without torch, so that settings are checked before slow imports."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import PositiveFloat
+from pydantic import BeforeValidator, PositiveFloat
 
 from model.settings import PositiveInt, Settings
+
+
+def current_mlp_name(name: Any) -> Any:
+    """Return the name of a value of `mlp`; `gelu` and `gelu_erf` are names of earlier versions."""
+    return {"gelu": "gelu_tanh", "gelu_erf": "gelu_exact"}.get(name, name) if isinstance(name, str) else name
+
+
+Mlp = Annotated[Literal["gelu_tanh", "gelu_exact", "swiglu", "relu2"], BeforeValidator(current_mlp_name)]
 
 
 class GPTConfig(Settings):
@@ -61,9 +69,9 @@ class GPTConfig(Settings):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation before each attention and MLP, and before the output projection."""
 
-    mlp: Literal["gelu", "gelu_erf", "swiglu", "relu2"] = "gelu"
-    """Kind of MLP. gelu: GELU by its tanh approximation, as in GPT-2. gelu_erf: exact GELU. swiglu: a product with a
-    SiLU gate, which has three matrices instead of two. relu2: the square of ReLU."""
+    mlp: Mlp = "gelu_tanh"
+    """Kind of MLP. gelu_tanh: GELU by its tanh approximation, as in GPT-2. gelu_exact: GELU itself. swiglu: a product
+    with a SiLU gate, which has three matrices instead of two. relu2: the square of ReLU."""
 
     qk_norm: bool = False
     """Whether queries and keys are RMS-normalised in each head before their dot product."""
@@ -134,7 +142,7 @@ class GPTConfig(Settings):
 
 
 FAMILIES = {
-    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
+    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "qk_norm": False, "bias": True},
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
 }
 """Settings of each family of models that model/hf.py converts exactly, by the model_type of transformers."""

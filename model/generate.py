@@ -9,23 +9,25 @@ from model.config import GPTConfig
 
 
 class KVCache:
-    """Keys and values of one layer for the first `length` positions, in buffers [B, K, capacity, D].
+    """What one layer remembers of the first `length` positions: keys and values, in buffers [B, K, capacity, D].
 
-    The values of a fork may have another D than its keys.
+    GPTModel.run_blocks adds to `length` after all blocks have run. The values of a fork may have another D than its
+    keys. A layer without keys, such as a recurrent one, keeps its own tensors in `state`.
     """
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
+        self.state: dict[str, Tensor] = {}
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Append T positions; return the keys and values of all positions."""
-        begin, self.length = self.length, self.length + k_BKTD.shape[2]
-        if begin == 0:
+        """Write the keys and values of T new positions; return those of all positions, [B, K, length + T, D]."""
+        if self.length == 0:
             self.keys, self.values = (
                 x_BKTD.new_empty(*x_BKTD.shape[:2], self.capacity, x_BKTD.shape[3]) for x_BKTD in (k_BKTD, v_BKTD)
             )
-        self.keys[:, :, begin : self.length], self.values[:, :, begin : self.length] = k_BKTD, v_BKTD
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        end = self.length + k_BKTD.shape[2]
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k_BKTD, v_BKTD
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 def sample_tokens(

@@ -1,16 +1,16 @@
 """A decoder-only transformer: GPT-2, Qwen3, or a combination of parts of published models (see GPTConfig).
 
-The suffix of a name is the shape of the tensor: x_BTC is [B, T, C]. The letters are
+The main tensors have their shape as a suffix: x_BTC is [B, T, C]. The letters are
 
     B  sequences in the batch
-    T  positions of `input_ids`
-    S  positions of the keys: the cached ones and T new ones
     C  d_model, the width of the residual stream
+    D  head_dim, the width of a head
     F  d_ff, the hidden width of the MLP
-    N  B x T, the positions of all sequences, flattened
     H  n_heads, the query heads
     K  n_kv_heads, the key and value heads
-    D  head_dim, the width of a head
+    N  B x T, the positions of all sequences, flattened
+    S  positions of the keys: the cached ones and T new ones
+    T  positions of `input_ids`
     V  vocab_size
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Mask, attention, attention_masks, uses_flex_attention
+from model.attention import Mask, attention_masks, dot_product_attention, uses_flex_attention
 from model.config import GPTConfig
 from model.generate import GenerativeModel, KVCache
 from model.loss import MetricSums, NextTokenLoss, soft_cap
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
         # QK norm. Under autocast q and k are not float32, but the weight of the norm is. RMSNorm's fused kernel needs
         # one dtype; with two, torch warns and runs slower, unfused operations.
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm and self.k_norm:
             q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
             k_BTKD = self.k_norm(k_BTKD.type_as(self.k_norm.weight))
 
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         # the kernel needs one dtype.
         q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
-        y_BHTD = attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0, self.sdpa)
+        y_BHTD = dot_product_attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0, self.sdpa)
 
         # Join the heads and project to the residual stream.
         return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
@@ -119,56 +119,32 @@ class MLP(nn.Module):
             hidden_BTF = F.silu(self.gate_proj(x_BTC)) * hidden_BTF
         elif self.kind == "relu2":
             hidden_BTF = F.relu(hidden_BTF).square()
-        elif self.kind in ("gelu", "gelu_erf"):
-            hidden_BTF = F.gelu(hidden_BTF, approximate="tanh" if self.kind == "gelu" else "none")
+        elif self.kind in ("gelu_tanh", "gelu_exact"):
+            hidden_BTF = F.gelu(hidden_BTF, approximate="tanh" if self.kind == "gelu_tanh" else "none")
         else:
             raise ValueError(f"model.mlp: {self.kind!r} is not implemented")
         return self.down_proj(hidden_BTF)
 
 
-class BlockOutput(NamedTuple):
-    """The output of a block that also reports auxiliary terms or metrics (docs/forking.md).
-
-    The blocks here return only a tensor; those of a fork may return a BlockOutput. For example, the mixture of experts
-    of docs/patches/mlp_experts.patch returns its load-balancing loss.
-
-    Attributes:
-        x_BTC: the residual stream.
-        auxiliary: {name: term of the training objective}. Each term is 0-dim, the mean over the positions of the
-            micro-batch, multiplied by its weight. The objective is the mean loss of the targets plus these terms.
-        metrics: auxiliary metrics {name: (sum, count)}, detached.
-    """
-
-    x_BTC: Tensor
-    auxiliary: dict[str, Tensor]
-    metrics: MetricSums
-
-    def add_to(self, auxiliary: dict[str, Tensor], metrics: MetricSums) -> Tensor:
-        """Add the terms and metrics to those of the same name of other blocks, and return the residual stream."""
-        for name, term in self.auxiliary.items():
-            auxiliary[name] = auxiliary[name] + term if name in auxiliary else term
-        for name, (total, count) in self.metrics.items():
-            other_total, other_count = metrics.get(name, (0, 0))
-            metrics[name] = other_total + total, other_count + count
-        return self.x_BTC
-
-
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream.
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
-    `index` counts the blocks from 0. Nothing here reads it; it is for forks whose blocks differ.
-    """
-
-    def __init__(self, config: GPTConfig, index: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.index = index
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, rope: Rope | None, mask: Mask, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTC: Tensor,
+        rope: Rope | None,
+        mask: Mask,
+        cache: KVCache | None = None,
+        position_ids: Tensor | None = None,  # int64 [B, T]; attention has them in the mask already
+    ) -> Tensor:
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask, cache))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
@@ -181,7 +157,8 @@ class Output(NamedTuple):
             prepared; None with labels, unless requested.
         loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the divergence
             from the teacher if there is one, plus the auxiliary terms if there are any. None without labels.
-        metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md).
+        metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md). One that is named
+            "loss" is logged in place of the objective.
     """
 
     logits: Tensor | None
@@ -201,6 +178,7 @@ class Teacher:
 
     def targets(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
         """Return the fields of model.loss.Targets that the teacher provides."""
+        # The teacher's parameters need no gradient, so that this forward records no graph.
         logits_BTV = self.model(input_ids, attention_mask, position_ids=position_ids).logits
         return {
             "teacher_NV": logits_BTV.flatten(0, 1),
@@ -215,16 +193,13 @@ class GPTModel(GenerativeModel):
     Attributes:
         teacher: provides the targets of distillation, in training and in the evaluations of train.py, which log the
             divergence from it; None without one. It is not saved: train.py attaches it again.
-        windows: the window of sliding-window attention of each block; None: full attention.
-        predicts_next_token: whether the logits at a position predict the next token, from this and earlier tokens. A
-            fork whose model is of another kind, such as masked diffusion, sets it to False. Then the target of a
-            position is its own label. Evaluations omit perplexity, entropy, excess loss, bits per byte, bytes, the
-            corpus's `score_logits` and evaluate.py's loss at each position. Training samples no texts. verify.py omits
-            its checks of the KV cache, of the masks and against transformers. `stream` and `generate` of the model,
-            export.py, `tracking.log_model`, a teacher from transformers and tools.experiment are refused.
+        windows: the window of sliding-window attention of each block; None: full causal attention.
+        predicts_next_token: whether the logits at a position predict the next token. A fork whose model is of another
+            kind, such as masked diffusion, sets it to False: then the target of a position is its own label, and what
+            needs a next token is omitted or refused (docs/forking_reference.md).
 
     Raises:
-        ValueError: the config is inconsistent, or its vocab_size is unknown; the message names every problem.
+        ValueError: the config is inconsistent (the message names every problem), or its vocab_size is unknown.
     """
 
     # With `fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP`, Accelerate's FSDP2 shards each of these as a unit, unless
@@ -235,11 +210,10 @@ class GPTModel(GenerativeModel):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        problems = config.problems()
-        if config.vocab_size is None:  # allowed in a config until the tokenizer is known
-            problems = [*problems, "model.vocab_size is null: set it to the size of the tokenizer's vocabulary"]
-        if problems or config.vocab_size is None:  # the second part is for the type checker
+        if problems := config.problems():
             raise ValueError("\n".join(problems))
+        if config.vocab_size is None:  # allowed in a config until the tokenizer is known
+            raise ValueError("model.vocab_size is null: set it to the size of the tokenizer's vocabulary")
         self.config = config
         self.windows = config.windows
         # trainer/prepare_model.py chooses whether the loss is chunked and compiled.
@@ -251,7 +225,7 @@ class GPTModel(GenerativeModel):
         elif config.position != "rope":
             raise ValueError(f"model.position: {config.position!r} is not implemented")
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = make_norm(config)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -350,47 +324,73 @@ class GPTModel(GenerativeModel):
             raise ValueError(f"input_ids: {seq_len} tokens, more than model.max_position_embeddings {limit}")
 
         # Build the attention masks, keyed by window: layers with the same window share a mask. Plain causal attention
-        # needs none, except for several tokens after cached ones. Flex attention takes masks of another kind; it is
-        # used on CUDA only, and supports neither dropout nor narrow heads.
-        head_dim = self.config.resolved_head_dim
-        # All modules have the same dropout, which a schedule may change.
-        use_flex = uses_flex_attention(input_ids, self.dropout.p if self.training else 0.0, head_dim)
+        # needs none, except for several tokens after cached ones.
+        dropout = self.dropout.p if self.training else 0.0  # all modules have the same, which a schedule may change
+        use_flex = uses_flex_attention(input_ids, dropout, self.config.resolved_head_dim)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
-        # Embed the tokens. Positions are embedded too (learned), or rotate the queries and keys of attention (rope).
-        rope = None
-        x_BTC = self.token_embedding(input_ids)
+        # Compute the last hidden states.
         positions = torch.arange(num_cached, seq_len, device=input_ids.device) if position_ids is None else position_ids
-        if self.config.position == "rope":
-            # positions is [T] or [B, T]; [1, T] or [B, 1, T] makes the tables broadcast over the heads.
-            rope = rope_tables(positions.unsqueeze(-2), head_dim, self.config.rope_theta)
-        else:
-            x_BTC = x_BTC + self.position_embedding(positions)
-        x_BTC = self.dropout(x_BTC)
-
-        # Run the blocks. Blocks that return a BlockOutput fill `auxiliary` and `metrics`; a fork may also add terms
-        # here, in the form that BlockOutput describes.
-        auxiliary: dict[str, Tensor] = {}
-        metrics: MetricSums = {}
-        for index, block in enumerate(self.blocks):
-            output = block(x_BTC, rope, masks[self.windows[index]], cache[index] if cache else None)
-            x_BTC = output.add_to(auxiliary, metrics) if isinstance(output, BlockOutput) else output
-        x_BTC = self.final_norm(x_BTC)
+        x_BTC, rope = self.embed(input_ids, positions)
+        x_BTC = self.final_norm(self.run_blocks(x_BTC, rope, masks, cache, position_ids))
 
         # Compute the loss. NextTokenLoss may do so in chunks, but a teacher's logits are in memory as a whole.
-        logits, loss = None, None
+        loss: Tensor | None = None
+        metrics: MetricSums = {}
         if labels is not None:
             teacher_targets = self.teacher.targets(input_ids, attention_mask, position_ids) if self.teacher else {}
             loss, loss_metrics = self.next_token_loss(
-                x_BTC, self.output_weight, labels, num_items_in_batch, auxiliary, **teacher_targets
+                x_BTC, self.output_weight, labels, num_items_in_batch, **teacher_targets
             )
-            metrics = loss_metrics | metrics  # a block's metric replaces one of the same name
+            metrics |= loss_metrics
 
-        # Compute the logits of the last positions, if they are requested.
-        if labels is None or logits_to_keep is not None:
-            kept = x_BTC[:, -(logits_to_keep or 0) :]  # [B, kept positions, C]; [-0:] keeps all positions
-            logits = soft_cap(F.linear(kept, self.output_weight), self.config.logit_softcap)
+        # Compute the logits of the last positions, if they are requested; 0: of all positions.
+        logits = None
+        if logits_to_keep is None and labels is None:
+            logits_to_keep = 0
+        if logits_to_keep is not None:
+            logits = self.project(x_BTC[:, -logits_to_keep:] if logits_to_keep else x_BTC)
         return Output(logits, loss, metrics)
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
+        """Return the input of the first block, [B, T, C], and the rotary tables, None for learned positions.
+
+        `positions` are int64 [T] or [B, T].
+        """
+        x_BTC = self.token_embedding(input_ids)
+        if self.config.position == "learned":
+            return self.dropout(x_BTC + self.position_embedding(positions)), None
+        # [1, T] or [B, 1, T], so that the tables broadcast over the heads.
+        rope = rope_tables(positions.unsqueeze(-2), self.config.resolved_head_dim, self.config.rope_theta)
+        return self.dropout(x_BTC), rope
+
+    def run_blocks(
+        self,
+        x_BTC: Tensor,
+        rope: Rope | None,
+        masks: dict[int | None, Mask],
+        cache: list[KVCache] | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream after the last block, [B, T, C].
+
+        Args:
+            x_BTC: the input of the first block.
+            rope: the rotary tables; None for learned positions.
+            masks: the attention mask of each window (attention_masks).
+            cache: one for each block; None: `x_BTC` has all positions.
+            position_ids: int64 [B, T], restarting at each document; None: a row is one document.
+        """
+        for index, block in enumerate(self.blocks):
+            layer_cache = cache[index] if cache else None
+            x_BTC = block(x_BTC, rope, masks[self.windows[index]], layer_cache, position_ids)
+        for layer_cache in cache or []:
+            layer_cache.length += x_BTC.shape[1]
+        return x_BTC
+
+    def project(self, x_BTC: Tensor) -> Tensor:
+        """Return the logits [B, T, V] of the last hidden states [B, T, C]."""
+        return soft_cap(F.linear(x_BTC, self.output_weight), self.config.logit_softcap)
 
     def num_parameters(self) -> int:
         """Count the parameters; shared ones count once."""
@@ -403,19 +403,20 @@ class GPTModel(GenerativeModel):
         products, including an output projection that is tied to the embedding, and the norms and biases, which are
         negligible. A layer that is registered under several names counts once per name: the forward runs it as often.
         """
-        layers = [
-            layer
-            for _, layer in self.named_modules(remove_duplicate=False)
-            if not isinstance(layer, nn.Embedding) or (self.config.tie_embeddings and layer is self.token_embedding)
-        ]
-        return sum(parameter.numel() for layer in layers for parameter in layer.parameters(recurse=False))
+        count = 0
+        for _, layer in self.named_modules(remove_duplicate=False):
+            is_output_projection = self.config.tie_embeddings and layer is self.token_embedding
+            if not isinstance(layer, nn.Embedding) or is_output_projection:
+                count += sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+        return count
 
     def flops_per_token(self, seq_len: int) -> int:
         """Count the floating-point operations to train on one token (PaLM, appendix B, arXiv:2204.02311).
 
         Forward and backward together take 6 per matmul parameter. In each layer, attention scores and the weighted sum
         of values take 12 n_heads head_dim per position of the window, or of seq_len without a window; by convention
-        this is not halved for causal attention. The forward of a teacher is not counted.
+        this is not halved for causal attention. The forward of a teacher, and the second forward of activation
+        checkpointing, are not counted. All experts of a fork count, unless it subtracts the idle ones.
         """
         attended = sum(min(window or seq_len, seq_len) for window in self.windows)  # positions, over all layers
         attention_flops = 12 * self.config.n_heads * self.config.resolved_head_dim * attended

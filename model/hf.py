@@ -18,7 +18,7 @@ from model.gpt import GPTModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-GELUS = {"gelu": "gelu_new", "gelu_erf": "gelu"}  # names in transformers, whose GPT-2 supports both
+GELUS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu"}  # names in transformers, whose GPT-2 supports both
 SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {
     "gpt2": {
@@ -147,7 +147,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     values = hf_config.to_dict()
     if family == "gpt2":
         settings["d_ff"] = hf_config.n_inner or 4 * hf_config.n_embd
-        settings["mlp"] = "gelu_erf" if hf_config.activation_function == "gelu" else "gelu"
+        settings["mlp"] = "gelu_exact" if hf_config.activation_function == "gelu" else "gelu_tanh"
         required = {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
             "scale_attn_weights": (True,),

@@ -202,7 +202,7 @@ def test_card_claims_only_known_tokenizer_and_origin(runs, tmp_path):
 
 def test_export_refuses_model_outside_transformers(runs, tmp_path):
     train(*TINY_STORIES, "--model.mlp", "relu2", "--steps", "2", "--out_dir", tmp_path, "--name", "odd")
-    with pytest.raises(ConfigError, match="gpt2: model.mlp is relu2, not gelu\n"):
+    with pytest.raises(ConfigError, match="gpt2: model.mlp is relu2, not gelu_tanh\n"):
         exported(tmp_path / "odd", tmp_path / "out")
     assert not list(tmp_path.glob("out*")), "nothing is left behind"
 

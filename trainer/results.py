@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch import Tensor
 from model.loss import MetricSums
 from runtime.config.errors import RunError
 from runtime.config.schema import TrainConfig
+from runtime.distributed.sharding import full_tensor
 
 # The loop and the evaluation log these metrics themselves, as train/NAME or val/NAME; a model may not report them.
 RESERVED_NAMES = {
@@ -210,12 +211,15 @@ class Results:
         self._pending.append(_Pending(completed_steps, rows, all_gather))
 
     @torch.no_grad()
-    def add_grad_norm(self, grad_norm: Tensor) -> None:
-        """Add the gradient norm, 0-dim, to the results of the step, and start their copy to the host."""
+    def add_grad_norm(self, grad_norm: Any) -> None:
+        """Add the gradient norm, 0-dim, to the results of the step, and start their copy to the host.
+
+        With FSDP2 the norm is a DTensor.
+        """
         pending = self._pending[-1]
         if pending.all_gather is not None:
             pending.all_gather.wait()  # with NCCL only the CUDA stream waits, with gloo the host
-        pending.rows[0, GRAD_NORM].fill_(grad_norm)
+        pending.rows[0, GRAD_NORM].fill_(full_tensor(grad_norm))
 
         # The copy from a GPU is asynchronous, into pinned memory; the event tells the host when it is complete.
         on_cuda = self.device.type == "cuda"

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from model.config import current_mlp_name
 from runtime.config.errors import ConfigError
 from runtime.config.help import all_fields, explain
 from runtime.config.schema import TrainConfig, flat_settings
@@ -16,7 +17,8 @@ USE_ITS_CODE = "use the code that trained it, whose commit is in sessions.jsonl 
 
 def complete_settings(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the flat settings (`section.name: value`) of a run, with the default of each setting added since."""
-    return DEFAULTS | flat_settings(stored)
+    settings = DEFAULTS | flat_settings(stored)
+    return settings | {"model.mlp": current_mlp_name(settings["model.mlp"])}
 
 
 def unknown_settings(settings: dict[str, Any]) -> dict[str, str]:

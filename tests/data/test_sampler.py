@@ -105,7 +105,7 @@ def test_batch_sizes_grow_evenly():
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_growing_batches_skip_no_sample(num_processes):
     batches = GlobalBatches(10, BatchSizes(12, 4, 5), 3)
-    visited = batches.at(np.arange(68)).tolist()
+    visited = batches.sample_indices(np.arange(68)).tolist()
     begin = 0
     for step, size in enumerate([4, 4, 4, 8, 8, 12, 12, 12]):
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
@@ -119,7 +119,7 @@ def test_indices_do_not_depend_on_earlier_calls(sizes):
     """However many steps are computed together: all, a few, or one."""
     batches, steps = GlobalBatches(300, BatchSizes(*sizes), 0), range(12)
     bounds = [batches.sizes.sequences_before(step) for step in range(13)]
-    expected = [batches.at(np.arange(*pair)).tolist() for pair in pairwise(bounds)]
+    expected = [batches.sample_indices(np.arange(*pair)).tolist() for pair in pairwise(bounds)]
     assert [batches.indices(step) for step in steps] == expected
     assert [GlobalBatches(300, BatchSizes(*sizes), 0).indices(step) for step in steps] == expected
     halves = [(batches.indices(step, 0, 2), batches.indices(step, 1, 2)) for step in reversed(steps)]

@@ -155,7 +155,7 @@ def test_mix_quotas_sum_to_block(weights, quotas):
 def test_mixed_batches_keep_quotas_and_epochs():
     sizes, quotas = [37, 500, 10_000], [100, 300, 600]
     batches = MixedBatches(sizes, quotas, BatchSizes(8), seed=3)
-    order = batches.at(np.arange(5 * MIX_BLOCK))
+    order = batches.sample_indices(np.arange(5 * MIX_BLOCK))
     corpus = np.searchsorted(np.cumsum(sizes), order, side="right")
     for block in corpus.reshape(5, MIX_BLOCK):
         assert np.bincount(block).tolist() == quotas
@@ -176,7 +176,7 @@ def test_mixed_batch_depends_only_on_seed_and_step(num_processes):
     for step in (0, 62, 10**7):  # step 62 holds the end of one block and the beginning of the next
         local_batches = [batches.indices(step, rank, num_processes) for rank in range(num_processes)]
         positions = np.arange(step * 16, (step + 1) * 16)
-        assert sum(local_batches, []) == [int(batches.at(np.array([p]))[0]) for p in positions]
+        assert sum(local_batches, []) == [int(batches.sample_indices(np.array([p]))[0]) for p in positions]
     assert batches.indices(0) != MixedBatches([50, 70], [400, 600], BatchSizes(16), seed=4).indices(0)
 
 

@@ -109,7 +109,7 @@ def main() -> None:
     run = parse_config(["--config", "configs/gpt2_124m.yaml", "--data.path", "."])
     config = run.replace(**{"model.n_layers": 1}).model
     with torch.device("cuda"):
-        block = Block(config, 0)
+        block = Block(config)
         hidden = torch.randn(1, run.seq_len, config.d_model, requires_grad=True)
         logits = torch.empty(ROWS, config.vocab_size, dtype=torch.bfloat16)
         targets = torch.zeros(ROWS, dtype=torch.int64)

@@ -62,7 +62,7 @@ class NarrowValues(gpt.Attention):
         projections = (self.q_proj, self.head_dim), (self.k_proj, self.head_dim), (self.v_proj, self.width)
         q, k, v = (project(x_BTC).unflatten(-1, (-1, width)).transpose(1, 2) for project, width in projections)
         k, v = (k, v) if cache is None else cache.append(k, v)
-        return self.out_proj(gpt.attention(q, k, v, mask, 0.0, self.sdpa).transpose(1, 2).flatten(-2))
+        return self.out_proj(gpt.dot_product_attention(q, k, v, mask, 0.0, self.sdpa).transpose(1, 2).flatten(-2))
 
 
 def test_values_may_be_narrower_than_keys(monkeypatch):

@@ -20,14 +20,14 @@ from model.hf import (
     to_transformers,
 )
 
-GPT2 = dict(position="learned", norm="layernorm", mlp="gelu", qk_norm=False, bias=True)
+GPT2 = dict(position="learned", norm="layernorm", mlp="gelu_tanh", qk_norm=False, bias=True)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False)
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 
 CONFIGS = {
     "gpt2": GPTConfig(**GPT2 | SHAPE),
     "gpt2-tied": GPTConfig(**GPT2 | SHAPE | dict(tie_embeddings=True)),
-    "gpt2-erf": GPTConfig(**GPT2 | SHAPE | dict(mlp="gelu_erf")),
+    "gpt2-exact": GPTConfig(**GPT2 | SHAPE | dict(mlp="gelu_exact")),
     "gpt2-odd": GPTConfig(**GPT2 | SHAPE | dict(n_layers=3, n_heads=3, d_model=21, d_ff=35, norm_eps=1e-3)),
     "qwen3": GPTConfig(**QWEN3 | SHAPE),
     "qwen3-tied-gqa": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=2, tie_embeddings=True)),

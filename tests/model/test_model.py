@@ -116,7 +116,7 @@ SWITCHES = [
     dict(),
     dict(position="rope"),
     dict(norm="rmsnorm"),
-    dict(mlp="gelu_erf"),
+    dict(mlp="gelu_exact"),
     dict(mlp="swiglu"),
     dict(mlp="relu2"),
     dict(qk_norm=True),

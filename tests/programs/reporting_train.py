@@ -18,20 +18,26 @@ Z_LOSS, HELP = 0.01, 100.0
 cross_entropy_loss = model.loss.loss_of_logits
 
 
-class Block(model.gpt.Block):
-    def forward(self, *arguments, **named):
-        term = HELP * (1 + self.index) * self.mlp.down_proj.weight.square().mean()
-        metrics = {"index": (torch.tensor(self.index), torch.tensor(1)), f"only/{self.index}": (self.index, 1)}
-        return model.gpt.BlockOutput(super().forward(*arguments, **named), {"help": term}, metrics)
+class LossWithTerms(model.loss.NextTokenLoss):
+    def __call__(self, *arguments, **named):
+        terms = [(1 + i) * block.mlp.down_proj.weight.square().mean() for i, block in enumerate(self.blocks)]
+        return super().__call__(*arguments, auxiliary={"help": HELP * sum(terms)}, **named)
 
 
 class Model(train.GPTModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.next_token_loss.blocks = self.blocks
+
     def forward(self, input_ids, labels=None, **named):
         if labels is None:
             return super().forward(input_ids, **named)
         logits, loss, metrics = super().forward(input_ids, labels=labels, **named)
         num_targets = (labels[:, 1:] != -100).sum()
-        return logits, loss, {**metrics, "targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
+        of_blocks = {"index": (torch.tensor(sum(range(len(self.blocks)))), torch.tensor(len(self.blocks)))}
+        of_blocks |= {f"only/{i}": (i, 1) for i in range(len(self.blocks))}
+        of_rows = {"targets_per_row": (num_targets, len(labels)), "nothing": (0, 0)}
+        return logits, loss, {**metrics, **of_blocks, **of_rows}
 
 
 def with_z_loss(logits_NV, targets_N, config):
@@ -79,6 +85,6 @@ def corpus_with_scores(config):
 
 
 if __name__ == "__main__":
-    model.loss.loss_of_logits, train.GPTModel, model.gpt.Block = with_z_loss, Model, Block
+    model.loss.loss_of_logits, model.gpt.NextTokenLoss, train.GPTModel = with_z_loss, LossWithTerms, Model
     load_corpus, resolve.load_corpus = resolve.load_corpus, corpus_with_scores
     scripts.run_and_exit("train")

@@ -301,7 +301,7 @@ def test_ways_train_shape_of_group(name, groups, started, monkeypatch):
             model = config.model
             assert model in counted, "MFU is that of the trained model"
             facts = [model.n_layers, model.n_heads, model.d_model, config.seq_len, config.micro_batch_size]
-            assert facts == [*expected.shape, expected.batch] and not model.bias and model.mlp == "gelu_erf"
+            assert facts == [*expected.shape, expected.batch] and not model.bias and model.mlp == "gelu_exact"
             assert (model.dropout, config.steps) == (expected.dropout, 11 * expected.log_every)
             assert bool(config.cuda_graph) == ("graph" in way) and config.compile == ("uncompiled" not in way)
             assert (config.optimizer.name, config.chunked_loss) == (

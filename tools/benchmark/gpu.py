@@ -117,7 +117,7 @@ def curve(options: Namespace) -> Iterator[Group]:
         peer = partial(programs.nanogpt, options, recipe, "train_gpt2.py", on_text=True, vocab_size=vocab_size)
         yield PEER, {"124M": lambda: peer().train()}, {}
     settings = f"""--config configs/gpt2_124m.yaml --model.vocab_size {vocab_size} --model.bias false {WITHOUT_WANDB}
-        --model.mlp gelu_erf --steps 400 --schedule.warmup_steps 40 --global_batch_size 480 --micro_batch_size 32
+        --model.mlp gelu_exact --steps 400 --schedule.warmup_steps 40 --global_batch_size 480 --micro_batch_size 32
         --evaluation.every 40 --evaluation.num_samples 640 --evaluation.micro_batch_size 32
         --evaluation.num_logged_generations 0"""
     muon = f"{settings} {MODERN} --optimizer.lr 3.6e-3 --schedule.decay_steps 300"

@@ -32,7 +32,7 @@ Group = tuple[str, dict[str, Case], dict[str, list[str]]]
 PEER = "nanoGPT"
 INTERVALS, WARM_UP = 8, 2  # numbers of intervals between log lines: measured, and skipped before
 WITHOUT_WANDB = "--tracking.wandb disabled"
-RANDOM = f"""--config configs/random_tokens.yaml --data.num_samples 10000 --model.dropout 0 --model.mlp gelu_erf
+RANDOM = f"""--config configs/random_tokens.yaml --data.num_samples 10000 --model.dropout 0 --model.mlp gelu_exact
     {WITHOUT_WANDB}"""
 BF16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 # nanoGPT does not print its peak memory, and on a CPU it enters a nullcontext instead of autocast to bfloat16.

@@ -43,6 +43,8 @@ class StartingPoint:
     """Training tokens until `step`."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics of `step`."""
+    is_branch: bool = False
+    """Whether the checkpoint is of another run."""
     evaluated: bool = False
     """Whether an evaluation of `step` that was due has ended. A branch leaves that of its first step to its parent."""
 
@@ -188,4 +190,5 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
     is_branch = path.parent != run.checkpoints
-    return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics, manifest.evaluated or is_branch)
+    evaluated = manifest.evaluated or is_branch
+    return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics, is_branch, evaluated)

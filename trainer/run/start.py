@@ -106,7 +106,7 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
     start = choose_starting_point(run, config, facts)
     parent = None  # of a branch that starts now
-    if start.checkpoint and start.checkpoint.parent != run.checkpoints:
+    if start.checkpoint and start.is_branch:
         parent = Run(start.checkpoint.resolve().parent.parent)
 
     # Compare the contents of corpora whose files have been written since the last session.
