@@ -1,6 +1,8 @@
 """The pages: their commands run, with long trainings shortened, and the files and names in them exist."""
 
+import inspect
 import json
+import pkgutil
 import re
 from fnmatch import fnmatch
 
@@ -119,12 +121,16 @@ def test_chinese_readme_matches_english():
 def test_loop_of_readme_is_in_train_py():
     """Each of its lines, in its order, except the parameters of its functions."""
     [excerpt] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    code = iter(line.partition("  #")[0].strip() for line in (ROOT / "train.py").read_text().splitlines())
-    lines = [line.partition("  #")[0].strip() for line in excerpt.splitlines() if line]
+
+    def words(line):
+        line = line.partition("  #")[0].strip()
+        return line.partition("(")[0] + "(" if line.startswith("def ") else line
+
+    code = iter(map(words, (ROOT / "train.py").read_text().splitlines()))
+    lines = [words(line) for line in excerpt.splitlines() if line]
     assert len(lines) >= 18 and excerpt.count("# <--") == 3
     for line in lines:
-        wanted = line.partition("(")[0] + "(" if line.startswith("def ") else line
-        assert wanted in code, f"README.md: not in train.py, or not in this order: {line}"
+        assert line in code, f"README.md: not in train.py, or not in this order: {line}"
 
 
 def anchors(file):
@@ -147,12 +153,30 @@ def test_links_and_files_of_page_exist(file):
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/forking.md", "docs/forking_reference.md"])
 def test_code_names_of_page_exist(name):
-    parts = [ROOT / part for part in ("data", "model", "runtime", "tools", "trainer")]
+    parts = [ROOT / part for part in ("data", "examples", "model", "runtime", "tests", "tools", "trainer")]
     sources = [ROOT / "Makefile", *ROOT.glob("*.py"), *(file for part in parts for file in part.rglob("*.py"))]
     code = "".join(source.read_text() for source in sources)
     text = re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text())
     named = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text)) - {"requires_grad_", "with_format"}  # torch's, datasets'
     assert not [word for word in named if word not in code]
+
+
+def call_of(function):
+    """A call of a function as docs/stability.md writes it: names and defaults of its parameters."""
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        default = getattr(parameter.default, "__name__", repr(parameter.default))
+        parameters.append(parameter.name if parameter.default is parameter.empty else f"{parameter.name}={default}")
+    return f"({', '.join(parameters)})"
+
+
+def test_calls_of_stability_page_are_those_of_the_code():
+    [block] = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "stability.md").read_text(), re.DOTALL)
+    lines = block.splitlines()
+    assert len(lines) > 20
+    for line in lines:
+        name = line.partition("(")[0]
+        assert line == name + call_of(pkgutil.resolve_name(name)), name
 
 
 def trainings(text):

@@ -113,54 +113,59 @@ def test_counting_is_validated_on_other_sequences(tmp_path):
     assert done.stdout == "200 20 0\n", done.stdout + done.stderr
 
 
-def conflicts_with_first_release(repository):
-    """Patches of the first tag v1.* that do not apply to the working tree; None without such a tag."""
-
-    def git(*arguments, **options):
-        return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, **options)
-
-    tags = git("tag", "--list", "v1.*", "--sort=version:refname", check=True).stdout.split()
-    if not tags:
-        return None
-    patches = git("ls-tree", "--name-only", tags[0], "docs/patches/", check=True).stdout.split()
-    assert patches, f"{tags[0]} has no docs/patches"
-    texts = {patch: git("show", f"{tags[0]}:{patch}", check=True).stdout for patch in patches}
-    applied = {patch: git("apply", "--check", "-", input=text) for patch, text in texts.items()}
-    return {patch: done.stderr for patch, done in applied.items() if done.returncode}
+# The patches as version 1.0 had them; docs/stability.md states that they apply to each later 1.x.
+RELEASED = sorted((ROOT / "tests" / "repo" / "patches_1.0").glob("*.patch"))
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone, so it has no tags")
 def test_patches_of_first_release_apply():
-    """docs/stability.md states it."""
-    conflicts = conflicts_with_first_release(ROOT)
-    if conflicts is None:
-        pytest.skip("there is no tag v1.*: version 1.0 is not released, or this clone was made without tags")
-    assert not conflicts
+    assert len(RELEASED) == 17
+    for patch in RELEASED:
+        done = subprocess.run(["git", "apply", "--check", patch], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{patch.name}: {done.stderr}"
 
 
-def test_conflict_with_first_release_is_found(tmp_path):
-    def git(*arguments):
-        words = ["git", "-c", "user.name=Test", "-c", "user.email=test@example.org", *arguments]
-        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+def changed_since_release():
+    """Patches whose present text differs; those that are the same train in the test below."""
+    now = ROOT / "docs" / "patches"
+    return [p for p in RELEASED if not (now / p.name).exists() or (now / p.name).read_text() != p.read_text()]
 
-    git("init", "--quiet")
-    lines = [f"line {number}\n" for number in range(9)]
-    (tmp_path / "train.py").write_text("".join(lines))
-    git("add", ".")
-    (tmp_path / "train.py").write_text("".join([*lines[:4], "edited\n", *lines[5:]]))
-    (tmp_path / "docs" / "patches").mkdir(parents=True)
-    (tmp_path / "docs" / "patches" / "edit.patch").write_text(git("diff", "-U1"))
-    (tmp_path / "train.py").write_text("".join(lines))
-    git("add", ".")
-    git("commit", "--quiet", "--message", "release")
-    assert conflicts_with_first_release(tmp_path) is None
-    git("tag", "v1.0.0")
-    git("tag", "v1.10.0")
-    (tmp_path / "docs" / "patches" / "edit.patch").unlink()
-    (tmp_path / "train.py").write_text("".join(["new\n", *lines]))
-    assert conflicts_with_first_release(tmp_path) == {}
-    (tmp_path / "train.py").write_text("".join([*lines[:4], "other\n", *lines[5:]]))
-    assert list(conflicts_with_first_release(tmp_path)) == ["docs/patches/edit.patch"]
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", changed_since_release() or RELEASED[:1], ids=lambda patch: patch.stem)
+def test_patch_of_first_release_trains(patch, tmp_path):
+    copy = copy_of_the_repository(tmp_path / "copy")
+    subprocess.run(["git", "apply", patch], cwd=copy, check=True)
+    settings = next((shlex.split(words) for name, _, words in EXPERIMENTS if name == patch.stem), [])
+    command = [sys.executable, "train.py", *TINY.split(), *settings, "--out_dir", str(tmp_path), "--steps", "2"]
+    done = subprocess.run(command, cwd=copy, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "Training finished." in done.stdout, done.stdout + done.stderr
+
+
+def git(*arguments, cwd):
+    words = ["git", "-c", "user.name=Test", "-c", "user.email=test@example.org", *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+
+
+HAS_HISTORY = (ROOT / ".git").exists() and not git("rev-parse", "--is-shallow-repository", cwd=ROOT).stdout != "false\n"
+
+
+@pytest.mark.skipif(not HAS_HISTORY, reason="needs a clone with its history, which has the files that patches change")
+def test_patches_merge_with_other_edits_of_the_same_lines(tmp_path):
+    """`git apply --3way` needs the `index` lines of a patch, and the versions of the files that they name."""
+    git("clone", "--quiet", "--no-hardlinks", str(ROOT), str(tmp_path / "clone"), cwd=tmp_path)
+    clone = tmp_path / "clone"
+    for patch in RELEASED:
+        assert re.search(r"^index \w+\.\.\w+ 100644$", patch.read_text(), re.M), patch.name
+    config, patch = clone / "model" / "config.py", ROOT / "tests" / "repo" / "patches_1.0" / "block_parallel.patch"
+    before, context = config.read_text(), "    qk_norm: bool = False\n"
+    assert before.count(context) == 1
+    config.write_text(before.replace(context, "    qk_norm: bool = True\n"))  # the line after that of the patch
+    git("commit", "--quiet", "--all", "--message", "edit", cwd=clone)
+    assert git("apply", "--check", str(patch), cwd=clone).returncode == 1
+    merged = git("apply", "--3way", str(patch), cwd=clone)
+    text = config.read_text()
+    assert "<<<<<<<" in text or merged.returncode == 0, merged.stderr
+    assert "parallel: bool = False" in text and "qk_norm: bool = True" in text
 
 
 @pytest.mark.slow
