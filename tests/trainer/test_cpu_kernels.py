@@ -166,9 +166,9 @@ def test_attention_options_are_those_of_pytorch(options):
 
 
 def test_changed_attention_is_used(monkeypatch):
-    """By a fork that edits `attention`, also where the CPU has a faster kernel for it."""
-    own = model.gpt.attention
-    monkeypatch.setattr(model.gpt, "attention", lambda q, *rest: own(3 * q, *rest))
+    """By a fork that edits `dot_product_attention`, also where the CPU has a faster kernel for it."""
+    own = model.gpt.dot_product_attention
+    monkeypatch.setattr(model.gpt, "dot_product_attention", lambda q, *rest: own(3 * q, *rest))
     torch.manual_seed(0)
     network, tokens = GPTModel(GPTConfig(vocab_size=50, d_model=32, d_ff=64, dropout=0.0)), torch.arange(16)[None]
     torch.nn.init.normal_(network.blocks[0].attention.q_proj.weight, std=1)

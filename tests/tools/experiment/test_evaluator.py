@@ -59,7 +59,7 @@ class MixedBatches""",
 """,
     ),
     "model/gpt.py": (
-        "        x_BTC = self.dropout(x_BTC)\n",
+        "        x_BTC, rope = self.embed(input_ids, positions)\n",
         """
         from torch.nn import functional
         trick, length = self.config.trick, x_BTC.shape[1]
