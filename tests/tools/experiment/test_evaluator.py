@@ -59,7 +59,7 @@ class MixedBatches""",
 """,
     ),
     "model/gpt.py": (
-        "        x_BTC, rope = self.embed(input_ids, positions)\n",
+        "        x_BTC = self.final_norm(self.run_blocks(",
         """
         from torch.nn import functional
         trick, length = self.config.trick, x_BTC.shape[1]
