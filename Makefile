@@ -32,7 +32,7 @@ train: env ## train the mini-GPT on stories with 2 CPU processes; with other set
 verify: env ## check the guarantees on this machine; of your model: make verify ARGS="--config FILE"
 	$(call launch,verify.py $(ARGS))
 
-test: test-env ## run the tests, 4 to 5 minutes on 2 cores
+test: test-env ## run the tests: 4 minutes on 2 current cores, up to 10 on old ones
 	$(PYTEST) -m "not slow" $(TESTS) $(ARGS)
 
 test-all: test-env ## run the slow tests too

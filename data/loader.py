@@ -26,7 +26,6 @@ SCORE_PREFIX = "score_"
 """The model does not get keys with this prefix. They are for the scores of an evaluation (see data/corpus.py)."""
 
 SAMPLES_AT_ONCE = 64  # samples that a process without workers loads together
-MAX_TIMEOUT_SECONDS = 2**21  # the operating system counts milliseconds in 32 bits
 
 
 class BatchLoader:
@@ -106,7 +105,7 @@ class BatchLoader:
             num_workers=self.num_workers,
             collate_fn=_to_arrays,
             worker_init_fn=_start_worker,
-            timeout=min(self.timeout_seconds, MAX_TIMEOUT_SECONDS),
+            timeout=self.timeout_seconds,
         )
 
         # Start the workers. DataLoader keeps its processes private, so compare the child processes before and after.

@@ -6,8 +6,8 @@ are built on them. Import the public functions instead once torch has them (chec
 
 Other private parts are used where they are imported: torch._inductor's cache_dir (trainer/prepare_model.py), the state
 dict stager (trainer/checkpoint/tensor_files.py), buffers of modules (trainer/checks/verification.py), the file of
-torch._C (runtime/machine/cpu.py), oneDNN products and the softmax backward (trainer/cpu_kernels.py), the choice of an
-attention kernel (trainer/prepare_model.py).
+torch._C (runtime/machine/cpu.py), oneDNN products and the softmax backward
+(trainer/cpu_kernels.py).
 """
 
 from typing import Any

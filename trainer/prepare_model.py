@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from model import attention
 from model.gpt import GPTModel, Teacher
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
-from trainer.cpu_kernels import use_cpu_kernels, uses_eager_attention
+from trainer.cpu_kernels import use_cpu_kernels
 from trainer.schedule import SCHEDULES
 
 PROCESSOR_FOLDER = "processor-"
@@ -111,33 +110,6 @@ def prepare_network(network: GPTModel, config: TrainConfig, device: torch.device
             # In place, so that parameters keep their names and DDP does not split the graph at its buckets. With
             # fallback_random dropout is drawn as in eager mode, so that a run may be resumed compiled or not.
             block.compile(options={"fallback_random": True})
-
-
-def attention_kernels(network: GPTModel, config: TrainConfig, precision: str, device: torch.device) -> str:
-    """Name what computes the attention of a training step, for tensors of its dtype and shape on this machine."""
-    if device.type not in ("cpu", "cuda"):
-        return "PyTorch's scaled_dot_product_attention"
-    model, T = config.model, config.seq_len
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    q_BHTD = torch.zeros(1, model.n_heads, T, model.resolved_head_dim, dtype=dtype, device=device, requires_grad=True)
-    k_BKTD = q_BHTD[:, : model.resolved_n_kv_heads]
-    options = {"dropout_p": model.dropout, "enable_gqa": k_BKTD.shape != q_BHTD.shape}
-
-    # The masks of a row, which with packing "isolated" has two documents.
-    tokens = torch.zeros(1, T, dtype=torch.int64, device=device)
-    position_ids = torch.arange(T, device=device)[None] % (T // 2) if config.data.packing == "isolated" else None
-    use_flex = attention.uses_flex_attention(tokens, model.dropout, model.resolved_head_dim)
-    kernels = set()
-    for mask in attention.attention_masks(network.windows, tokens, 0, None, position_ids, use_flex).values():
-        dense_mask = "" if mask is None else ", dense mask"
-        if isinstance(mask, attention.BlockMask):
-            kernels.add("flex attention")
-        elif device.type == "cpu" and uses_eager_attention(q_BHTD, k_BKTD, mask, is_causal=mask is None, **options):
-            kernels.add(f"eager, all scores in memory (faster for short sequences){dense_mask}")
-        else:
-            kernel = torch.ops.aten._fused_sdp_choice(q_BHTD, k_BKTD, k_BKTD, mask, is_causal=mask is None, **options)
-            kernels.add(f"PyTorch's {SDPBackend(kernel).name.lower().replace('_', ' ')}{dense_mask}")
-    return "; ".join(sorted(kernels))
 
 
 def add_teacher(network: GPTModel, model: GPTModel, config: TrainConfig, device: torch.device) -> None:

@@ -367,8 +367,7 @@ class TrainConfig(Settings):
     compared in every step that is logged, evaluated or saved, because the digest is computed there anyway. 0: never
     compare them, not even before a checkpoint."""
 
-    # The limit, 68 years, is far below the 2**33 seconds at which clocks of nanoseconds in int64 overflow.
-    timeout_seconds: Annotated[int, Ge(1), Le(2**31 - 1)] = 600
+    timeout_seconds: Annotated[int, Ge(1), Le(10**6)] = 600
     """Seconds that a process waits for the others in a collective operation, or for a checkpoint to be written, before
     the run ends with an error. The timeout for a batch from a DataLoader worker is half as long."""
 

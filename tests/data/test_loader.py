@@ -102,7 +102,7 @@ def test_hanging_worker_ends_the_batches(monkeypatch):
 
 
 def test_longest_timeout_is_accepted():
-    order, timeout_seconds = GlobalBatches(5, BatchSizes(1), 0), (2**31 - 1) / 2
+    order, timeout_seconds = GlobalBatches(5, BatchSizes(1), 0), 10**6 / 2  # of `timeout_seconds`
     loader = BatchLoader(Rows(), order, 1, CPU, num_workers=1, timeout_seconds=timeout_seconds)
     assert len(list(loader.batches(0, 2))) == 2
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._inductor.exc import CppCompileError
 
 from model.config import GPTConfig
@@ -18,8 +17,7 @@ from runtime.cli.scripts import run_script
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
 from tests.conftest import ROOT, environment, metrics, train, train_command
-from trainer import cpu_kernels
-from trainer.prepare_model import attention_kernels, checkpointed, missing_compiler, prepare_network
+from trainer.prepare_model import checkpointed, missing_compiler, prepare_network
 from trainer.schedule import SCHEDULES
 
 TINY = "--config tests/support/tiny_stories.yaml --steps 6 --evaluation.every 0 --checkpoint.every 6".split()
@@ -31,46 +29,6 @@ def test_compile_includes_the_loss_and_chunks_it(setting, chunked):
     prepare_network(network, TrainConfig(compile=True, chunked_loss=setting), torch.device("cpu"))
     assert network.next_token_loss.differentiate._torchdynamo_orig_callable is differentiate_loss
     assert network.next_token_loss.chunked is chunked
-
-
-@pytest.mark.parametrize(
-    ("settings", "precision", "kernels"),
-    [
-        ({}, "no", "eager, all scores in memory (faster for short sequences)"),
-        ({"seq_len": 256}, "no", "PyTorch's flash attention"),
-        ({"seq_len": 256}, "bf16", "eager, all scores in memory (faster for short sequences)"),
-        ({"model": {"dropout": 0.1}}, "no", "PyTorch's math"),
-        (
-            {"data": {"source": "text", "path": "c", "packing": "isolated"}},
-            "no",
-            "PyTorch's flash attention, dense mask",
-        ),
-        (
-            {"seq_len": 256, "model": {"window": 16, "window_pattern": "SL"}},
-            "no",
-            "PyTorch's flash attention; PyTorch's flash attention, dense mask",
-        ),
-    ],
-)
-def test_names_attention_kernels_of_a_step(settings, precision, kernels, monkeypatch):
-    """The names are those of the functions that a training step calls."""
-    model = dict(vocab_size=37, n_layers=2, n_heads=2, d_model=16, d_ff=32, dropout=0.0, max_position_embeddings=256)
-    config = TrainConfig(**settings | {"model": model | settings.get("model", {})})
-    network = GPTModel(config.model)
-    prepare_network(network, config, torch.device("cpu"))
-    assert attention_kernels(network, config, precision, torch.device("cpu")) == kernels
-
-    # Train one micro-batch, with documents of half a row if they are isolated.
-    eager, fused = [], []
-    monkeypatch.setattr(cpu_kernels.EagerAttention, "apply", lambda q, *rest: eager.append(q) or q)
-    choose = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *q, **more: fused.append(q) or choose(*q, **more))
-    tokens = torch.zeros(2, config.seq_len, dtype=torch.int64)
-    documents = (torch.arange(config.seq_len) % 64).expand(2, -1) if "isolated" in str(settings) else None
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        network(tokens, labels=tokens, position_ids=documents)
-    assert bool(eager) == ("eager" in kernels) and bool(fused) == ("PyTorch" in kernels)
-    assert any(mask is not None for *_, mask in fused) == ("dense mask" in kernels)
 
 
 @pytest.mark.parametrize("setting", ["compile", "cuda_graph"])

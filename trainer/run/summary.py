@@ -13,7 +13,7 @@ from runtime.config.schema import TrainConfig
 from runtime.distributed.launch import num_shards
 from trainer.cuda_graph import GraphChoice
 from trainer.gradients import trainable_parameters
-from trainer.prepare_model import attention_kernels, missing_compiler
+from trainer.prepare_model import missing_compiler
 from trainer.run.resume import StartingPoint
 
 
@@ -77,7 +77,6 @@ def summary(
         "run": f"{directory}" + (f", resumed at step {start.step} from {start.checkpoint}" if start.checkpoint else ""),
         "processes": f"{accelerator.num_processes} x {device_name}{threads}{backend}{replicas}",
         "precision": ", ".join(arithmetic),
-        "attention": attention_kernels(model, config, precision, device),
         "compile": f"off, {lack}" if lack else compiled,
         "loss": f"chunked, logits of {chunk_rows:,} positions at a time" if chunk_rows else logits,
         "model": parameters,
