@@ -198,7 +198,7 @@ def mix_quotas(weights: list[float]) -> list[int]:
 
 
 def apportion(number: int, quotas: list[int], sizes: list[int]) -> list[int]:
-    """Return how many samples of each corpus to use for a set of `number` samples in the proportions of a mixture.
+    """Return how many samples of each corpus to take, for a set of `number` samples in the proportions of a mixture.
 
     Args:
         number: size of the set, at least the number of corpora. If a corpus has too few samples for its proportion,

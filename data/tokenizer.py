@@ -5,12 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from runtime.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 END_OF_TEXT = "<|endoftext|>"
+# Tokenizers with equal vocabularies but different rules almost always split this text differently.
+PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Byte-level tokenizers write each byte as one of these characters (GPT-2's bytes_to_unicode).
@@ -51,6 +57,42 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
     tokenizer.no_padding()
     content_hash = blake2b(content, digest_size=16).hexdigest()
     return tokenizer, {"hash": content_hash, "vocab_size": vocab_size, "end_of_text": end_of_text}
+
+
+def encode_probe(tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of PROBE; [] for a tokenizer that cannot encode it, such as a word-level one."""
+    try:
+        return tokenizer.encode(PROBE, add_special_tokens=False).ids
+    except Exception:  # tokenizers raises nothing more specific
+        return []
+
+
+def open_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
+    """Open a tokenizer of transformers, from a folder or the Hub, without running its code.
+
+    Raises:
+        ConfigError: transformers rebuilt it from the class that its config names, and it splits text otherwise than its
+            own tokenizer.json.
+        Exception: of any type, from transformers, if it cannot be opened.
+    """
+    from transformers import AutoTokenizer  # slow to import
+    from transformers.utils.hub import cached_file
+
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    file = Path(name) / "tokenizer.json"
+    if not Path(name).is_dir():  # on the Hub; the line above has downloaded the file, if there is one
+        found = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, local_files_only=True)
+        file = Path(found or "")
+    if tokenizer.is_fast and file.is_file():
+        ours: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue] of fast ones
+        theirs = Tokenizer.from_file(str(file))
+        tokens = encode_probe(theirs)
+        if encode_probe(ours) != tokens or ours.decode(tokens) != theirs.decode(tokens):
+            raise ConfigError(
+                f"tokenizer: {type(tokenizer).__name__}, the tokenizer_class in the tokenizer_config.json of '{name}', "
+                f"encodes or decodes {PROBE!r} otherwise than its tokenizer.json; set it to PreTrainedTokenizerFast"
+            )
+    return tokenizer
 
 
 def token_bytes(tokenizer: Tokenizer, end_of_text: int) -> dict[int, bytes] | None:

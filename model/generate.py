@@ -82,7 +82,7 @@ class GenerativeModel(nn.Module):
             temperature: divisor of the logits; 0: greedy decoding.
             generator: source of randomness; None: torch's default.
             eos_token_id: token that ends a row, which then repeats it; generation stops when every row has ended.
-            top_k: sample from the k most probable tokens.
+            top_k: sample from the k most probable tokens, and those as probable as the k-th.
             top_p: sample from the smallest set of most probable tokens (after top_k) with this total probability
                 (Holtzman et al. 2020, arXiv:1904.09751).
 

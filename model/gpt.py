@@ -82,7 +82,7 @@ class Attention(nn.Module):
         k_BTKD = self.k_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
         v_BTKD = self.v_proj(x_BTC).unflatten(-1, (-1, self.head_dim))
 
-        # QK norm. Under autocast q and k are not float32, but the weight of the norm is. RMSNorm's fused kernel needs
+        # QK norm, in the dtype of its weight: under autocast q and k are not float32, and RMSNorm's fused kernel needs
         # one dtype; with two, torch warns and runs slower, unfused operations.
         if self.q_norm and self.k_norm:
             q_BTHD = self.q_norm(q_BTHD.type_as(self.q_norm.weight))
@@ -93,9 +93,8 @@ class Attention(nn.Module):
         if rope is not None:
             q_BHTD, k_BKTD = rotate(q_BHTD, *rope), rotate(k_BKTD, *rope)
 
-        # Attention over the cached and the new positions. The norm and the rotation may have made q and k float32, but
-        # the kernel needs one dtype.
-        q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)
+        # Attention over the cached and the new positions.
+        q_BHTD, k_BKTD = q_BHTD.type_as(v_BKTD), k_BKTD.type_as(v_BKTD)  # the norm may have made them float32
         k_BKSD, v_BKSD = (k_BKTD, v_BKTD) if cache is None else cache.append(k_BKTD, v_BKTD)
         y_BHTD = dot_product_attention(q_BHTD, k_BKSD, v_BKSD, mask, self.dropout if self.training else 0.0, self.sdpa)
 
@@ -143,7 +142,7 @@ class Block(nn.Module):
         rope: Rope | None,
         mask: Mask,
         cache: KVCache | None = None,
-        position_ids: Tensor | None = None,  # int64 [B, T]; attention has them in the mask already
+        position_ids: Tensor | None = None,  # int64 [B, T]; attention has them in its mask and rope
     ) -> Tensor:
         x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), rope, mask, cache))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
@@ -153,8 +152,8 @@ class Output(NamedTuple):
     """The results of GPTModel.forward.
 
     Attributes:
-        logits: [B, kept positions, V] in the dtype of the computation, but float32 from a model that Accelerate has
-            prepared; None with labels, unless requested.
+        logits: [B, kept positions, V] in the dtype of the computation (float32 from a model that Accelerate prepared
+            without FSDP2); None with labels, unless requested.
         loss: the training objective, 0-dim, at least float32, in nats: the cross-entropy, mixed with the divergence
             from the teacher if there is one, plus the auxiliary terms if there are any. None without labels.
         metrics: auxiliary metrics {name: (sum, count)}, detached; often empty (docs/forking.md). One that is named
@@ -178,7 +177,7 @@ class Teacher:
 
     def targets(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> dict[str, Any]:
         """Return the fields of model.loss.Targets that the teacher provides."""
-        # The teacher's parameters need no gradient, so that this forward records no graph.
+        # The teacher's parameters need no gradient, so this forward records no graph.
         logits_BTV = self.model(input_ids, attention_mask, position_ids=position_ids).logits
         return {
             "teacher_NV": logits_BTV.flatten(0, 1),
@@ -191,8 +190,8 @@ class GPTModel(GenerativeModel):
     """A language model: token ids in, logits and loss out.
 
     Attributes:
-        teacher: provides the targets of distillation, in training and in the evaluations of train.py, which log the
-            divergence from it; None without one. It is not saved: train.py attaches it again.
+        teacher: gives the targets of distillation, in training and in the evaluations of train.py; None: no
+            distillation. It is not saved: train.py attaches it again.
         windows: the window of sliding-window attention of each block; None: full causal attention.
         predicts_next_token: whether the logits at a position predict the next token. A fork whose model is of another
             kind, such as masked diffusion, sets it to False: then the target of a position is its own label, and what
@@ -236,10 +235,10 @@ class GPTModel(GenerativeModel):
     def init_weights(self) -> None:
         """Initialise the weights (Radford et al. 2019, section 2.3).
 
-        Each weight has its own random generator, seeded by the parameter's name and the seed that was last given to
-        torch.manual_seed; so two models built after one call have the same weights. Two variants of a model, built with
-        the same seed, have equal initial values for each weight in this table that has the same name, shape and
-        standard deviation in both. Another n_layers changes the standard deviation of out_proj and down_proj.
+        Each nn.Linear and nn.Embedding weight has its own random generator, seeded by the parameter's name and the seed
+        that was last given to torch.manual_seed. So two variants of a model, built with the same seed, have equal
+        initial values for each weight in the table below that has the same name, shape and standard deviation in both.
+        Another n_layers changes the standard deviation of out_proj and down_proj.
 
         | parameter                                            | value                               |
         |------------------------------------------------------|-------------------------------------|
@@ -251,8 +250,8 @@ class GPTModel(GenerativeModel):
 
         The residual stream is the sum of the embeddings and of 2 n_layers outputs of out_proj and down_proj. The
         smaller std of these projections keeps the variance of their sum independent of depth. With zero_init they are 0
-        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). An nn.Linear or nn.Embedding that a fork adds is initialised
-        as the row with its name says; under a name that is not in the table, with std 0.02. Parameters of other modules
+        (Zhang et al. 2019, "Fixup", arXiv:1901.09321). An nn.Linear or nn.Embedding that a fork adds follows
+        the row of its name; under a name that is not in the table, its std is 0.02. Parameters of other modules
         keep the values that their module gave them. Random ones come from torch's global generator, so they depend on
         the layers that were built before.
         """
@@ -291,15 +290,14 @@ class GPTModel(GenerativeModel):
         Args:
             input_ids: tokens, int64 [B, T].
             attention_mask: [B, T], 1 for tokens and 0 for padding. Padding occupies positions, so padding on the left
-                shifts the positions of the tokens. Omit the mask if there is no padding, because the host waits for the
-                GPU to look for 0s.
+                shifts the positions of the tokens. Omit the mask if there is no padding: checking it for zeros makes
+                the host wait for the GPU.
             labels: int64 [B, T], the same tokens as `input_ids` (they are shifted here, unless `predicts_next_token` is
                 False); -100 is ignored.
             num_items_in_batch: divisor of the summed loss. Default: the number of targets in `labels`, so that the loss
                 is their mean (NaN if there are none). Training passes 1 and divides by the targets of the global batch.
-            logits_to_keep: number of last positions for which logits are returned; 0: all. Default: all without
-                `labels`, none with them, because with a large vocabulary logits are by far the largest tensor of a
-                training step.
+            logits_to_keep: n: return the logits of the last n positions; 0: of all. None: of all without `labels`, of
+                none with them, because with a large vocabulary logits are by far the largest tensor of a training step.
             position_ids: int64 [B, T], restarting from 0 at each document: a text or a conversation. Attention stays
                 within a document, but the last token of a document predicts the first token of the next. A text
                 begins with an end-of-text token, so the model learns where the text before it ends. The first token of
@@ -325,7 +323,7 @@ class GPTModel(GenerativeModel):
 
         # Build the attention masks, keyed by window: layers with the same window share a mask. Plain causal attention
         # needs none, except for several tokens after cached ones.
-        dropout = self.dropout.p if self.training else 0.0  # all modules have the same, which a schedule may change
+        dropout = self.dropout.p if self.training else 0.0  # the same in all modules; a schedule may change it
         use_flex = uses_flex_attention(input_ids, dropout, self.config.resolved_head_dim)
         masks = attention_masks(self.windows, input_ids, num_cached, attention_mask, position_ids, use_flex)
 
@@ -334,7 +332,7 @@ class GPTModel(GenerativeModel):
         x_BTC, rope = self.embed(input_ids, positions)
         x_BTC = self.final_norm(self.run_blocks(x_BTC, rope, masks, cache, position_ids))
 
-        # Compute the loss. NextTokenLoss may do so in chunks, but a teacher's logits are in memory as a whole.
+        # Compute the loss. NextTokenLoss may work in chunks; a teacher's logits are always whole.
         loss: Tensor | None = None
         metrics: MetricSums = {}
         if labels is not None:
@@ -344,7 +342,7 @@ class GPTModel(GenerativeModel):
             )
             metrics |= loss_metrics
 
-        # Compute the logits of the last positions, if they are requested; 0: of all positions.
+        # Compute the logits, if they are requested, of the last positions (`logits_to_keep` 0: of all).
         logits = None
         if logits_to_keep is None and labels is None:
             logits_to_keep = 0
@@ -353,7 +351,7 @@ class GPTModel(GenerativeModel):
         return Output(logits, loss, metrics)
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rope | None]:
-        """Return the input of the first block, [B, T, C], and the rotary tables, None for learned positions.
+        """Return the input of the first block, [B, T, C], and the rotary tables (None with learned positions).
 
         `positions` are int64 [T] or [B, T].
         """
@@ -379,7 +377,10 @@ class GPTModel(GenerativeModel):
             rope: the rotary tables; None for learned positions.
             masks: the attention mask of each window (attention_masks).
             cache: one for each block; None: `x_BTC` has all positions.
-            position_ids: int64 [B, T], restarting at each document; None: a row is one document.
+            position_ids: int64 [B, T], restarting at each document; None: attention crosses the documents of a row.
+
+        It also adds the new positions to the `length` of each cache, after all blocks, since a layer need not have
+        keys.
         """
         for index, block in enumerate(self.blocks):
             layer_cache = cache[index] if cache else None

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 GELUS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu"}  # names in transformers, whose GPT-2 supports both
+POSITIONS_COMPARED = 16  # at the end of a context: the logits of all positions may not fit into memory
+MAX_DIFFERENCE = 0.01  # nats; rounding in float32 makes 1e-6 to 1e-3, and a wrong setting much more
 SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES = {
     "gpt2": {
@@ -257,11 +259,34 @@ def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
     """Return the same model as a GPTModel in eval mode, with copies of the weights.
 
     Raises:
-        ValueError: it is of another family, or has settings that GPTModel does not support.
+        ValueError: it is of another family, has settings that GPTModel does not support, or predicts otherwise here.
     """
-    model = GPTModel(config_from_transformers(hf_model.config)).to(hf_model.device, hf_model.dtype)
-    model.load_state_dict(tensors_from_transformers(model.config, hf_model.state_dict()))
-    return model.eval()
+    config = config_from_transformers(hf_model.config)
+    # transformers keeps a second output projection, such as PEFT trains with modules_to_save=["lm_head"], although the
+    # config says that the projection is tied to the embedding.
+    tied = [hf_model.get_input_embeddings(), hf_model.get_output_embeddings()]
+    if not torch.equal(*(layer.state_dict()["weight"] for layer in tied)):
+        config = config.replace(tie_embeddings=False)
+    model = GPTModel(config).to(hf_model.device, hf_model.dtype)
+    model.load_state_dict(tensors_from_transformers(config, hf_model.state_dict()))
+    check_same_predictions(model.eval(), hf_model.eval())
+    return model
+
+
+@torch.no_grad()
+def check_same_predictions(model: GPTModel, hf_model: "PreTrainedModel") -> None:
+    """Raise ValueError unless both models predict the same after random tokens, as many as the model accepts."""
+    generator = torch.Generator().manual_seed(0)
+    size = (1, model.config.max_position_embeddings)
+    tokens = torch.randint(model.output_weight.shape[0], size, generator=generator).to(hf_model.device)
+    ours = model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
+    theirs = hf_model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
+    difference = log_probability_difference(ours.float(), theirs.float())
+    if not difference < MAX_DIFFERENCE:
+        raise ValueError(
+            f"after {size[1]} tokens, its log-probabilities here differ from those in transformers by {difference:.2g} "
+            "nats, so it has a part that GPTModel lacks"
+        )
 
 
 def log_probability_difference(logits: Tensor, other_logits: Tensor) -> float:

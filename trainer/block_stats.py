@@ -55,7 +55,7 @@ class BlockStatistics:
         self._before: list[list[Tensor]] = []  # weights before the update
         self._norms: dict[str, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            # Inside the loop, so that it is called only if there are blocks: torch.compiler.disable imports slowly.
+            # In the loop, because torch.compiler.disable is slow to import and not needed without blocks.
             block.register_forward_hook(partial(torch.compiler.disable(self._record_output), index))
         if self.blocks and optimizer is not None:
             optimizer.register_step_pre_hook(self._before_update)

@@ -6,9 +6,9 @@ device computes the next step. One all-gather sends all values of a step, becaus
 
 1. `start_gather` after the last backward. The all-gather overlaps the clipping of the gradients.
 2. `add_grad_norm` after the clipping. It waits for the all-gather and starts the copy to the host.
-3. `latest`, which returns the result of the previous step without waiting; or `current`, which waits for the result of
-   the current step. The loop waits only before a log line, an evaluation or a checkpoint. If updates may be skipped,
-   `train_step` waits before every update.
+3. `latest`, which returns the result of the previous step; or `current`, which waits for the result of the current
+   step. The loop waits for it only before a log line, an evaluation, a checkpoint, a comparison of the processes or a
+   stop. If updates may be skipped, `train_step` waits before every update.
 
 The all-gather also sends the stop flag: a process that received a signal, or whose checkpoint could not be written
 (unless `checkpoint.on_failure` is continue), sets it, and all processes then stop after the same step.
@@ -152,7 +152,7 @@ class Results:
 
     @classmethod
     def from_config(cls, config: TrainConfig, accelerator: Accelerator, run_directory: Path) -> "Results":
-        """Return the results of a run; without `on_nonfinite: skip` the first loss that is not finite raises."""
+        """Return the results of a run; unless `on_nonfinite` is skip, the first non-finite loss or gradient raises."""
         limit = config.max_skipped_in_a_row if config.on_nonfinite == "skip" else 0
         return cls(accelerator.process_index, accelerator.num_processes, accelerator.device, limit, run_directory)
 

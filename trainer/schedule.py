@@ -19,8 +19,8 @@ def lr(peak: float, config: TrainConfig, step: int) -> float:
 def ema_decay(largest: float, config: TrainConfig, step: int) -> float:
     """Return the decay of the EMA of the weights at step `step` (from 0); `largest` is evaluation.ema_decay.
 
-    In the first steps it is (1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the EMA
-    forgets the initial weights in a short run too.
+    As long as that is less, it is (1 + step) / (10 + step), as in TensorFlow's ExponentialMovingAverage, so that the
+    EMA forgets the initial weights in a short run too.
     """
     return min(largest, (1 + step) / (10 + step))
 
@@ -41,10 +41,10 @@ class Due:
 
     log: bool
     evaluate: bool
-    """Compute the validation metrics, or sample texts after the last step."""
+    """Compute the validation metrics and sample texts; after the last step, texts are sampled in any case."""
     save: bool
     compare: bool
-    """Compare the weights and the optimizer's state of the processes, which must be equal."""
+    """Compare the states of the processes. Any other action compares them too (`step_metrics` in train.py)."""
     stop: bool = False
     """Save and end this session, although the run is not complete."""
 
@@ -54,15 +54,20 @@ class Due:
         return self.log or self.evaluate or self.save or self.compare or self.stop
 
     def and_stop(self) -> "Due":
-        """Return the same actions with a stop, before which a checkpoint is saved."""
+        """Return the same actions and a stop, for which a checkpoint is saved."""
         return replace(self, save=True, stop=True)
 
 
 def due_after(completed_steps: int, config: TrainConfig) -> Due:
-    """Return the actions that follow step number `completed_steps`, counted from 1; 0: the initial model."""
+    """Return the actions that follow step number `completed_steps`, counted from 1.
+
+    At 0, the initial model, only `evaluate` counts.
+    """
+    samples_texts = config.evaluation.num_logged_generations + config.evaluation.num_scored_generations > 0
     due = Due(
         log=is_due(config.tracking.log_every, config, completed_steps),
-        evaluate=is_due(config.evaluation.every, config, completed_steps) or completed_steps == config.steps,
+        evaluate=is_due(config.evaluation.every, config, completed_steps)
+        or (completed_steps == config.steps and samples_texts),
         save=is_due(config.checkpoint.every, config, completed_steps),
         compare=is_due(config.check_replicas_every, config, completed_steps),
     )
@@ -79,7 +84,7 @@ def is_due(every: int, config: TrainConfig, completed_steps: int) -> bool:
 
 
 def scheduled_value(name: str, base: Any, config: TrainConfig, step: int) -> Any:
-    """Return the value of the setting `name` at step `step` (from 0): `base` if it is None or not in SCHEDULES."""
+    """Return the value of the setting `name` at step `step` (from 0): `base` if that is None or not scheduled."""
     return SCHEDULES[name](base, config, step) if name in SCHEDULES and base is not None else base
 
 

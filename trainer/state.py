@@ -25,14 +25,20 @@ class GradientReducer(Protocol):
 
 @dataclass
 class TrainState:
-    """A checkpoint contains the weights, the optimizer's state and `results.skipped`; the rest is made at the start."""
+    """What a training step reads and changes.
+
+    A checkpoint has the weights and persistent buffers, the optimizer's state, the step and `results.skipped`. The rest
+    is built at each start.
+    """
 
     config: TrainConfig
     accelerator: Accelerator
     network: GPTModel
     """The bare model."""
     model: nn.Module
-    """`network` as Accelerate prepared it: in DDP, sharded by FSDP2 or alone; under autocast if precision is mixed."""
+    """`network` as Accelerate prepared it: wrapped in DDP, sharded by FSDP2, or itself.
+
+    In mixed precision it runs under autocast; FSDP2 instead casts the weights and activations."""
     optimizer: torch.optim.Optimizer
     results: Results
     block_statistics: BlockStatistics = field(default_factory=BlockStatistics)

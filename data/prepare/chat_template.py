@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer
 
 from data.prepare.chat import Message, find_template_keys, get_content, parse_conversation
-from data.tokenizer import wrap_tokenizer_errors
+from data.tokenizer import open_tokenizer, wrap_tokenizer_errors
 from runtime.config.errors import ConfigError
 from runtime.files import write_atomically
 
@@ -33,15 +33,17 @@ DEFAULT_TEMPLATE = """\
 
 # First character of a placeholder. Unicode reserves it for internal use; _hide replaces it in messages.
 MARK = "\U0010ffff"
+# Characters that stand at the begin and the end of an answer while a template is rendered.
+BEGIN, END = "\U0010fffe", "\U0010fffd"
+# {% generation %} and {% endgeneration %}, with the signs that strip the whitespace around them.
+GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 # Transformers passes any of these keys of a message to the template under all three names.
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
 
 
-def open_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+def open_chat_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """Open the tokenizer in a folder; save the default chat template there if it has none."""
-    from transformers import AutoTokenizer  # slow to import
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = open_tokenizer(folder)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = DEFAULT_TEMPLATE
         # Several processes encode, each with the tokenizer that it opens.
@@ -139,7 +141,9 @@ class ChatTemplate:
         """
         text, marked = self._render(messages, variables)
         tokens, spans = self._tokenize(text)
-        answers = self._find_answers(text, messages, variables) if marked is None else _with_weight(marked, messages)
+        answers = (
+            self._find_answers(text, messages, variables) if marked is None else self._weigh(text, marked, messages)
+        )
         in_answer = bytearray(len(text) + 1)
         for begin, end in answers:
             in_answer[begin:end] = b"\1" * (end - begin)
@@ -165,21 +169,32 @@ class ChatTemplate:
             raise ConfigError(f"messages: in {conversation} a role spells the end of text, {end_of_text!r}")
         try:
             template = self.tokenizer.get_chat_template(tools=variables.get("tools"))
-            is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+            # transformers counts positions wrongly inside of {% filter %}, so let the template write marks.
+            template, num_marks = GENERATION.subn(_write_mark, template)
             unweighted = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
             variables = {**self.tokenizer.special_tokens_map, **self._hide(variables)}
             variables["add_generation_prompt"] = add_generation_prompt
-            [text], marked = render_jinja_template(
-                [self._hide(unweighted)], chat_template=template, return_assistant_tokens_mask=is_marked, **variables
-            )
+            [text], _ = render_jinja_template([self._hide(unweighted)], chat_template=template, **variables)
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"messages: the chat template cannot render {conversation}: {error}") from None
-        return text, marked[0] if is_marked else None  # pyright: ignore[reportReturnType] declared as str there
+        if not num_marks:
+            return text, None
+        pieces, marked, length = re.split(f"([{BEGIN}{END}])", text), [], 0
+        for piece in pieces:
+            if piece == BEGIN:
+                marked.append((length, length))
+            elif piece == END:
+                marked[-1] = marked[-1][0], length
+            else:
+                length += len(piece)
+        return re.sub(f"[{BEGIN}{END}]", "", text), marked
 
     def _hide(self, value: Any) -> Any:
         """Replace each special token that is spelled in a value by its placeholder."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: self._placeholders[found[0]], value.replace(MARK, "\ufffd"))
+            return self._spelled.sub(
+                lambda found: self._placeholders[found[0]], re.sub(f"[{MARK}{BEGIN}{END}]", "\ufffd", value)
+            )
         if isinstance(value, dict):
             return {self._hide(key): self._hide(item) for key, item in value.items()}
         return [self._hide(item) for item in value] if isinstance(value, list) else value
@@ -204,6 +219,26 @@ class ChatTemplate:
             encoded = self._literal.encode("".join(pieces), add_special_tokens=False)
         tokens: list[Any] = [self._token_of.get(token, token) for token in encoded.ids]
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
+
+    def _weigh(self, text: str, marked: list[tuple[int, int]], messages: list[Message]) -> list[tuple[int, int]]:
+        """Return the `marked` spans of `text` without those of answers of weight 0.
+
+        Raises:
+            ConfigError: a marked span lacks the content of its answer, or it is unknown which span is of which answer.
+        """
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if len(answers) != len(marked):
+            if all(message.get("weight", 1) for message in answers):
+                return marked  # such as a span for each of the parts of an answer
+            problem = f"the chat template marks {len(marked)} answers of {len(answers)}, so which answer is which"
+            raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
+        for (begin, end), message in zip(marked, answers, strict=True):
+            content = self._hide(message.get("content", "")).strip()
+            if content.casefold() not in text[begin:end].casefold():
+                problem = f"its chat template marks {text[begin:end]!r:.60} as the answer {content!r:.60}"
+                remedy = "write {% generation %} around the content of the assistant's messages"
+                raise ConfigError(f"tokenizer: {problem}, so other words would be training targets; {remedy}")
+        return [span for span, message in zip(marked, answers, strict=True) if message.get("weight", 1)]
 
     def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> list[tuple[int, int]]:
         """Return the (begin, end) of each answer in `text`, for a template that does not mark them."""
@@ -233,15 +268,12 @@ class ChatTemplate:
         return answers
 
 
-def _with_weight(marked: list[tuple[int, int]], messages: list[Message]) -> list[tuple[int, int]]:
-    """Return the `marked` spans of a text without those of answers of weight 0."""
-    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if 0 not in weights:
-        return marked
-    if len(weights) != len(marked):
-        problem = f"the chat template marks {len(marked)} answers of {len(weights)}, so which answer is which"
-        raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
-    return [span for span, weight in zip(marked, weights, strict=True) if weight]
+def _write_mark(tag: re.Match[str]) -> str:
+    """Return what renders BEGIN or END in place of a generation tag: tags on both sides strip the same whitespace."""
+    left, is_end, right = tag.groups()
+    if is_end:
+        return f"{{%{left} endif %}}{{{{ '{END}' }}}}{{% if true {right}%}}{{% endif %}}"
+    return f"{{%{left} if true %}}{{% endif %}}{{{{ '{BEGIN}' }}}}{{% if true {right}%}}"
 
 
 def encode_row(template: ChatTemplate, document: str, begins: bool = True) -> tuple[str, dict[str, list[int]]]:

@@ -212,7 +212,7 @@ def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tup
     """
     tokenizer, properties = load_tokenizer(folder)
     if conversations:
-        return partial(chat_template.encode_row, chat_template.ChatTemplate(chat_template.open_tokenizer(folder)))
+        return partial(chat_template.encode_row, chat_template.ChatTemplate(chat_template.open_chat_tokenizer(folder)))
     return partial(encode_text, tokenizer, properties["end_of_text"])
 
 

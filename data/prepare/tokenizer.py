@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT
+from data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, open_tokenizer
 from runtime.config.errors import ConfigError
 
 MAX_VOCAB_SIZE = 10**6  # to train: tokenizers allocates memory for all tokens first, and aborts the process if it fails
@@ -30,12 +30,12 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
     Raises:
         ConfigError: there is no such tokenizer, it cannot be trained, or it has no end-of-text token.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+    from transformers import PreTrainedTokenizerFast  # slow to import
 
     num_tokens = parse_trained_vocab_size(name)
     if name != "byte" and num_tokens is None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer = open_tokenizer(name)
         except Exception as error:  # a download may raise anything
             raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
         if not tokenizer.is_fast or tokenizer.eos_token is None:

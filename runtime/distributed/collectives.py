@@ -1,6 +1,7 @@
-"""Collectives: of tensors on the device, of Python objects, and of the wish to stop."""
+"""Collectives for tensors, Python objects and requests to stop."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,24 +34,27 @@ def broadcast_from_main(value: Any) -> Any:
 class StopVote:
     """Asks, in each round of a long computation, whether any process was asked to stop.
 
-    The answer comes one round later, so that no process waits for it: the all-reduce of a flag in CPU memory runs while
-    the round is computed. All processes call it equally often and get the same answers.
+    The answer comes one round later: the all-reduce of a flag in CPU memory runs while the round is computed, so that
+    no round waits for it. All processes call it equally often and get the same answers.
     """
 
-    def __init__(self, stop_requested: Callable[[], bool]):
+    def __init__(self, stop_requested: Callable[[], bool], timeout_seconds: float = 600):
         self.stop_requested = stop_requested
+        # A group of gloo, because the default group of another program may have no backend for CPU tensors.
+        timeout = timedelta(seconds=timeout_seconds)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if num_processes() > 1 else None
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.all_reduce: dist.Work | None = None
 
     def __call__(self) -> bool:
-        """Return whether any process was asked to stop before the previous round, or, in a single process, now."""
+        """Return whether any process had been asked to stop at the previous call; in a single process, at this one."""
         if num_processes() == 1:
             return self.stop_requested()
         if self.all_reduce is not None:
             self.all_reduce.wait()
         stop = bool(self.flag.item())
         self.flag = torch.tensor([self.stop_requested()], dtype=torch.int32)
-        self.all_reduce = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
+        self.all_reduce = dist.all_reduce(self.flag, dist.ReduceOp.MAX, self.group, async_op=True)
         return stop
 
 

@@ -31,7 +31,7 @@ from runtime.distributed.rendezvous import fresh_store
 from runtime.distributed.world import is_main_process, num_processes, process_rank
 from runtime.machine.cpu import prepare_cpu, prepare_exact
 
-TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable, which selects a device other than its own choice
+TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"  # Accelerate's variable that overrides its choice of device
 LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|RANKID|SIZE|NRANKS)|MASTER_(ADDR|PORT)")  # of torchrun, mpirun and others
 
 
@@ -85,8 +85,8 @@ def join_launch(config: TrainConfig) -> dict[str, Any]:
     Accelerate by the environment variables of `accelerate launch`.
 
     Raises:
-        ConfigError: the variables of a launcher are incomplete, as those that are left behind in a shell, or Accelerate
-            counts other processes than WORLD_SIZE, which it finds in the variables of mpirun.
+        ConfigError: the launcher's variables are incomplete, for example left behind in a shell; or Accelerate counts
+            another number of processes, because it also reads mpirun's variables.
     """
     use_cpu, world_size = uses_cpu(os.environ), num_processes()
     variables = sorted(filter(LAUNCH_VARIABLE.fullmatch, os.environ))  # before Accelerate adds others
@@ -96,7 +96,11 @@ def join_launch(config: TrainConfig) -> dict[str, Any]:
         if config.exact:
             prepare_exact()
         join_process_group(config)
+        # Where a launcher has not set OMP_NUM_THREADS, as torchrun for one process, Accelerate would set another number
+        # of threads, which changes the bits of an exact run.
+        threads = torch.get_num_threads()
         state = PartialState(cpu=use_cpu)
+        torch.set_num_threads(threads)
     except ValueError as error:  # of torch, Accelerate or int(): each reads other variables
         if not variables or "TORCHELASTIC_RUN_ID" in os.environ:  # torch's launcher has set all of them
             raise
@@ -125,8 +129,7 @@ def join_launch(config: TrainConfig) -> dict[str, Any]:
 def fsdp_plugin(state: PartialState) -> FullyShardedDataParallelPlugin:
     """Return the FSDP2 settings of the launch file with our mixed precision; on CPUs, make Accelerate shard.
 
-    Accelerate's own policy would round inputs (including the number of targets, by which the loss is divided), outputs
-    and sums of gradients to bf16.
+    Accelerate's own policy would round float inputs, such as weights of tokens, outputs and sums of gradients to bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # slow to import
 

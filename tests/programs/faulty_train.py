@@ -68,7 +68,7 @@ def inject_fault(optimizer):
     if KIND in ("flip", "flip_and_stop"):
         with torch.no_grad():
             local_part(Model.instance.blocks[1].mlp.down_proj.weight).view(torch.int32)[3, 5] ^= 1 << 20
-    if KIND == "flip_and_stop":
+    if KIND in ("flip_and_stop", "stop"):
         os.kill(os.getpid(), signal.SIGTERM)
     if KIND == "weigh":
         moments = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]

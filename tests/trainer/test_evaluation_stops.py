@@ -77,3 +77,37 @@ def test_signal_is_obeyed_while_texts_are_compared(runs):
         "stopped after step 4" in done.stderr
         and read_manifest(runs / "run" / "checkpoints" / "step-00000004").step == 4
     )
+
+
+def test_row_is_kept_if_its_evaluation_is_no_longer_due(runs):
+    """`evaluation.every` may change at a resume."""
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    train(*arguments, exit_code=75, faults="stop_in_evaluation:0:2")
+    row = metrics(runs / "run")[-1]
+    train(*arguments, "--evaluation.every", 3)
+    assert row["step"] == 2 and row in metrics(runs / "run")
+    assert [row["step"] for row in metrics(runs / "run")] == [1, 2, 3, 4]
+
+
+def test_signal_in_evaluation_that_is_made_up_keeps_the_row(runs, whole):
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    for step in (2, 0):  # of the faulty session, which trains two steps or none
+        train(*arguments, exit_code=75, faults=f"stop_in_evaluation:0:{step}")
+        assert [row["step"] for row in metrics(runs / "run")] == [1, 2]
+    train(*arguments)
+    assert_made_up(runs / "run", whole, 4)
+
+
+def test_stop_after_evaluates_first(runs, whole):
+    """It is no signal, after which little time is left."""
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    train(*arguments, "--stop_after", 2, exit_code=75)
+    assert metrics(runs / "run") == metrics(whole)[:2] and "val/loss" in metrics(runs / "run")[-1]
+    assert read_manifest(step_directory(runs / "run" / "checkpoints", 2)).metrics["val/loss"]
+    train(*arguments)
+    assert_made_up(runs / "run", whole, 4)
+
+
+def test_signal_after_last_step_ends_a_run_without_evaluations(runs):
+    none = ["--evaluation.every", 0, "--evaluation.num_scored_generations", 0, "--evaluation.num_logged_generations", 0]
+    train(*RECIPE, "run", "--out_dir", runs, *none, faults="stop:0:4", exit_code=0)

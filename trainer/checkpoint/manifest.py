@@ -56,6 +56,8 @@ class Manifest:
     provenance: dict[str, Any]
     tokenizer: dict[str, Any] | None = None
     """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer; {} if its data have none."""
+    conversations: bool | None = None
+    """Whether the training data are conversations; None: not recorded."""
     evaluated: bool = True
     """False until the evaluation that is due at this step has ended; a resumed run makes up for it."""
 

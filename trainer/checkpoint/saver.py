@@ -52,10 +52,11 @@ class Saver(AbstractContextManager):
         config: The resolved config, which every checkpoint contains.
         accelerator: Of this process.
         count_tokens: Returns the training tokens until a step.
-        sync_metrics: Is called before a checkpoint is renamed, and flushes the logged rows of its steps to disk.
-        record_progress: Is called after that with its step.
+        sync_metrics: Flushes the logged rows to disk; called before a checkpoint, or its evaluation, is complete.
+        record_progress: Called with the step of a checkpoint when it is complete.
         has_tokenizer: False: the manifest records that the data have no tokenizer, so that nothing looks for one.
-        saved_step: The step of the newest checkpoint in this directory.
+        has_conversations: Whether the training data are conversations, which the manifest records.
+        saved_step: The step of the newest valid checkpoint in this directory.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class Saver(AbstractContextManager):
         sync_metrics: Callable[[], None],
         record_progress: Callable[[int], None],
         has_tokenizer: bool = True,
+        has_conversations: bool = False,
         saved_step: int | None = None,
     ):
         self.checkpoints, self.config, self.saved_step = checkpoints, config.checkpoint, saved_step
         self.count_tokens, self.sync_metrics, self.record_progress = count_tokens, sync_metrics, record_progress
         self.facts = {"config": config.model_dump(mode="json"), "provenance": provenance(), **launch_facts(accelerator)}
+        self.facts["conversations"] = has_conversations
         if config.data.source == "text":
             from data.integrity import read_metadata  # imports pyarrow
 
@@ -103,8 +106,8 @@ class Saver(AbstractContextManager):
     ) -> None:
         """Begin to write the checkpoint of a step, once the previous one is complete, and delete old ones.
 
-        Do nothing if this step has been saved already. `evaluated` is False if an evaluation of this step is still to
-        come: `add_evaluation` then adds its metrics.
+        Do nothing if this has been called for this step already. `evaluated` is False if an evaluation of this step is
+        still to come: `add_evaluation` then adds its metrics.
 
         Raise SaveError for the previous checkpoint, as `wait` does, and ConfigError for values in `optimizer.state`
         that are not tensors.
@@ -130,7 +133,7 @@ class Saver(AbstractContextManager):
         """Let the thread call a function, after those that are still pending."""
         self.pending = self.executor.submit(function, *arguments)
         if not self.config.asynchronous:
-            self._wait_for_thread()  # the next self.wait raises any other error
+            self.wait()
 
     @property
     def failed(self) -> bool:
@@ -213,12 +216,15 @@ class Saver(AbstractContextManager):
         """Write the metrics into the manifest of a checkpoint; runs in the background thread."""
         if writing is not None:
             writing.result()  # raises the error of a checkpoint that could not be written
+        if self.rank > 0:
+            return
         final = step_directory(self.checkpoints, step)
-        with self._all_succeed(final):
-            if self.rank == 0:
-                self.sync_metrics()
-                replace(read_manifest(final), metrics=metrics, evaluated=True).write(final)
-                rotate(self.checkpoints, step, self.config)  # the best checkpoint may be another one now
+        try:
+            self.sync_metrics()
+            replace(read_manifest(final), metrics=metrics, evaluated=True).write(final)
+            rotate(self.checkpoints, step, self.config)  # the best checkpoint may be another one now
+        except (OSError, InvalidCheckpoint) as error:  # the checkpoint itself is complete
+            print(f"The evaluation of step {step} is not in {final}: {error}", file=sys.stderr)
 
     @contextmanager
     def _all_succeed(self, final: Path) -> Iterator[None]:

@@ -71,7 +71,7 @@ def main(config: ExportConfig) -> None:
         with TemporaryDirectory(prefix=f"{out.name}.partial-", dir=out.parent) as folder:
             partial = Path(folder, out.name)
             partial.mkdir()
-            write_model(partial, loaded)
+            write_model(partial, loaded, has_conversations(loaded, sources))
             # Others cannot use an absolute path. Without ./ transformers would look for the name on the Hub.
             path = out.name if Path(config.out).expanduser().is_absolute() else os.path.normpath(config.out)
             names = config.push or out.name, config.push or f"./{path}"
@@ -115,8 +115,17 @@ def average_newest(loaded: LoadedModel, config: ExportConfig) -> list[tuple[Path
     return sources
 
 
-def write_model(folder: Path, loaded: LoadedModel) -> None:
-    """Write the weights, the configs and the tokenizer.
+def has_conversations(loaded: LoadedModel, sources: list[tuple[Path, Manifest]]) -> bool:
+    """Return whether the model was trained on conversations, else on texts.
+
+    Where the manifest does not record it, and for a model of transformers, the chat template of the tokenizer tells.
+    """
+    recorded = sources[0][1].conversations if sources else None
+    return bool(loaded.tokenizer and loaded.tokenizer.chat_template) if recorded is None else recorded
+
+
+def write_model(folder: Path, loaded: LoadedModel, conversations: bool) -> None:
+    """Write the weights, the configs and the tokenizer; `conversations`: whether it was trained on these.
 
     Raise ConfigError if transformers has no such model, or its model computes other logits.
     """
@@ -129,7 +138,7 @@ def write_model(folder: Path, loaded: LoadedModel) -> None:
         raise ConfigError(f"run: {error}") from None
     check_same_logits(loaded.model, hf_model)
     if (tokenizer := loaded.tokenizer) is not None:
-        prepare_tokenizer(tokenizer, loaded)
+        prepare_tokenizer(tokenizer, loaded, begins_texts=loaded.config is not None and not conversations)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         for settings in (hf_model.config, hf_model.generation_config):
             settings.bos_token_id, settings.eos_token_id = begin, tokenizer.eos_token_id
@@ -174,8 +183,8 @@ def check_same_logits(model: GPTModel, hf_model: "PreTrainedModel") -> None:
         )
 
 
-def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel) -> None:
-    """Make a tokenizer truncate at the model's context length and, without a chat template, prepend end-of-text."""
+def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel, begins_texts: bool) -> None:
+    """Make a tokenizer truncate at the model's context length and, with `begins_texts`, prepend end-of-text."""
     for name in ("is_local", "local_files_only"):  # arguments of from_pretrained, not properties
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.model_max_length = loaded.model.config.max_position_embeddings
@@ -183,7 +192,7 @@ def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel)
     tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names = ["input_ids", "attention_mask"]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if loaded.config is not None and tokenizer.chat_template is None:
+    if begins_texts:
         tokenizer.bos_token = tokenizer.eos_token
         tokenizer.add_bos_token = True
 
@@ -194,7 +203,7 @@ def model_card(
     """Return the model card, whose example loads the model from `place`."""
     # The example.
     tokenizer, prompt = loaded.tokenizer, '"Once upon a time"'
-    if tokenizer is not None and tokenizer.chat_template:
+    if conversations := has_conversations(loaded, sources):
         prompt = '[{"role": "user", "content": "Hello"}]'
     elif loaded.config is not None and loaded.config.data.source == "stories":  # a small vocabulary
         prompt = '"Meet a"'
@@ -218,7 +227,7 @@ def model_card(
 
     # The run: the format of its texts, its metrics, data, environment and settings.
     if tokenizer is not None:
-        lines.append(CHAT_FORMAT if tokenizer.chat_template else TEXT_FORMAT.format(tokenizer.eos_token_id))
+        lines.append(CHAT_FORMAT if conversations else TEXT_FORMAT.format(tokenizer.eos_token_id))
     _, manifest = sources[0]
     measured = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
     if averaged and weights == "trained":  # evaluations measured the average

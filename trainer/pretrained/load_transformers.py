@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from data.tokenizer import open_tokenizer
 from model.gpt import GPTModel
 from model.hf import config_from_transformers, from_transformers
 from runtime.config.errors import ConfigError
@@ -29,7 +30,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     lacks_model = local and not (Path(name) / "config.json").exists()
     if problems := [f"{name!r} has no model"] if lacks_model else folder_problems(name):  # without a request to the Hub
         raise ConfigError(f"{setting}: {problems[0]}; name {ACCEPTED}")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # slow to import
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
     from transformers.utils.logging import set_tqdm_hook
 
     # "Loading weights", which every process would print; the Hub's progress bars of a download stay.
@@ -45,11 +46,14 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
         )
         tokenizer = None
         if not local or any((Path(name) / file).exists() for file in TOKENIZER_FILES):
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer = open_tokenizer(name)
         model = from_transformers(hf_model)
     except Exception as error:  # a download fails with many types of exception
         where = "" if exists else "; it is neither a directory nor a readable name on the Hub"
         raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
+    if unexpected := sorted(map(str, loading["unexpected_keys"])):
+        problem = f"has {len(unexpected)} tensors that its model lacks, such as {unexpected[0]}"
+        raise ConfigError(f"{setting}: {name!r} {problem}; were they merged into the model when it was saved?")
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):
         raise ConfigError(f"{setting}: {name!r} lacks {len(lacking)} tensors of its model, such as {lacking[0]}")
     return model, tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.corpus import Corpus, load_corpus
-from data.tokenizer import END_OF_TEXT, load_tokenizer
+from data.tokenizer import END_OF_TEXT, PROBE, encode_probe, load_tokenizer, open_tokenizer
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import USE_ITS_CODE
@@ -14,9 +14,6 @@ from runtime.distributed.world import is_main_process
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
-
-# Tokenizers with equal vocabularies but different rules almost always split this text differently.
-PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
 
 
 def load_run_tokenizer(
@@ -29,7 +26,7 @@ def load_run_tokenizer(
     """
     if recorded == {}:
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
+    from transformers import PreTrainedTokenizerFast  # slow to import
 
     if config.data.source != "text":
         try:
@@ -47,7 +44,7 @@ def load_run_tokenizer(
     problems = []
     for place in filter(Path.exists, places):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            tokenizer = open_tokenizer(place)
             found = load_tokenizer(place)[1] if recorded else {}
             if different := [name for name, value in (recorded or {}).items() if found.get(name) != value]:
                 raise ConfigError(f"it is not the tokenizer that the run was trained with ({different[0]})")
@@ -73,7 +70,7 @@ def check_tokenizer(
         theirs: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAssignmentType] untyped there
         if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
             problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
-        elif _encode_probe(ours) != _encode_probe(theirs):
+        elif encode_probe(ours) != encode_probe(theirs):
             problem = f"they split {PROBE!r} differently"
     # Tokens may have been added without resizing the embedding.
     if not problem and vocab_size is not None and corpus.vocab_size > vocab_size:
@@ -83,11 +80,3 @@ def check_tokenizer(
             f"data: the tokenizer of the corpus differs from that of {name}: {problem}; train on a text "
             "corpus that data.prepare made with the model's: --tokenizer NAME_OR_FOLDER"
         )
-
-
-def _encode_probe(tokenizer: "Tokenizer") -> list[int]:
-    """Return the token ids of PROBE; [] for a tokenizer that cannot encode it, such as a word-level one."""
-    try:
-        return tokenizer.encode(PROBE, add_special_tokens=False).ids
-    except Exception:  # tokenizers raises nothing more specific
-        return []

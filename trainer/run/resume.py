@@ -14,7 +14,7 @@ from runtime.config.stored_settings import complete_settings, read_settings, unk
 from trainer.checkpoint.identity import compare_facts, compare_summation_order, describe_code
 from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
 from trainer.run.directory import Run
-from trainer.schedule import SCHEDULES, scheduled_value
+from trainer.schedule import SCHEDULES, due_after, scheduled_value
 
 # Settings that may differ when a run is resumed: they change its weights by rounding at most, or are compared
 # otherwise (steps by the scheduled values, data.path and the paths of data.mix by data.hash, init_from by init_hash,
@@ -46,7 +46,7 @@ class StartingPoint:
     is_branch: bool = False
     """Whether the checkpoint is of another run."""
     evaluated: bool = False
-    """Whether an evaluation of `step` that was due has ended. A branch leaves that of its first step to its parent."""
+    """Whether no evaluation of `step` is missing. A branch leaves that of its first step to its parent."""
 
 
 def starts_afresh(config: TrainConfig) -> bool:
@@ -161,7 +161,7 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
                 f"no valid checkpoint is left in {run.checkpoints}; repair one, or start afresh with --resume never"
             )
         if config.branch_from is None:
-            return StartingPoint()
+            return StartingPoint(evaluated=not due_after(0, config).evaluate)
 
         # A new branch: the model and the optimizer are those of its checkpoint.
         path = Path(config.branch_from)
@@ -190,5 +190,5 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
     is_branch = path.parent != run.checkpoints
-    evaluated = manifest.evaluated or is_branch
+    evaluated = manifest.evaluated or is_branch or not due_after(manifest.step, config).evaluate
     return StartingPoint(path, manifest.step, manifest.tokens, manifest.metrics, is_branch, evaluated)

@@ -126,7 +126,7 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
 
     # Remove the rows that this session will log again, and store its settings.
     run.checkpoints.mkdir(exist_ok=True)
-    last_kept = start.step if start.evaluated else start.step - 1  # an evaluation that is missing is made up for
+    last_kept = start.step if start.evaluated else start.step - 1  # `train` logs the row again, with its evaluation
     truncate_after_step(run.path / "metrics.jsonl", last_kept, one_per_step=True)
     truncate_after_step(run.path / "generations.jsonl", last_kept)
     if start.evaluated and start.metrics and not parent and run.newest_metrics()["step"] < start.step:

@@ -77,18 +77,25 @@ def is_disabled_by_environment() -> bool:
 class Tracker(GeneralTracker):
     """Logs to W&B or TensorBoard, as a tracker of Accelerate; only the main process calls its methods.
 
-    Accelerate's own trackers write in the training thread, and an error or a lost connection ends the run. Here all
-    calls run in order in a thread of their own, so that training does not wait for them. After the first error, which
-    is printed, nothing more is logged.
+    With Accelerate's own W&B tracker, a run without a server ends at its start, and may wait at its end without limit.
+    Here all calls run in order in a thread of their own, so that training does not wait for them. After the first
+    error, which is printed, nothing more is logged. The settings and W&B's project are those of the run, not arguments
+    of `init_trackers`.
     """
 
     requires_logging_directory = False
-    tracker = None  # Accelerate's name for the object inside, which only the thread uses
 
     def __init__(self, config: TrainConfig, directory: Path):
         self.name = config.tracking.tracker
         super().__init__()
-        self.config, self.directory, self.has_failed = config, directory, False
+        self.config, self.directory = config, directory
+        self.has_failed = self.is_finished = False
+
+    @property
+    def tracker(self) -> Any:
+        """The run of W&B or the writer of TensorBoard, once it is started."""
+        self.started.result()
+        return self.run.run
 
     @on_main_process
     def start(self) -> None:
@@ -96,8 +103,10 @@ class Tracker(GeneralTracker):
         if self.name == "wandb" and is_disabled_by_environment():
             self.has_failed = True
             say("W&B is off by the environment variable WANDB_MODE=disabled: metrics go to metrics.jsonl only.")
+        # The points after the rows of metrics.jsonl are logged again.
+        self.first_step = Run(self.directory).newest_metrics()["step"] + 1
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
-        self._submit(self._start)
+        self.started = self._submit(self._start)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
@@ -116,6 +125,9 @@ class Tracker(GeneralTracker):
 
         It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
         """
+        if self.is_finished:
+            return
+        self.is_finished = True
         if failure is None and self.config.tracking.log_model:
             self._log_model()
         last = self._submit(lambda: self.run.finish(failure is not None))  # runs after all queued actions
@@ -126,7 +138,7 @@ class Tracker(GeneralTracker):
     def _start(self) -> None:
         *_, session = read_rows(self.directory / "sessions.jsonl")
         settings = {**session.pop("config"), **session}  # with the launch, the versions and the commit
-        self.run = TRACKERS[self.name](self.config, self.directory, settings, session["step"])
+        self.run = TRACKERS[self.name](self.config, self.directory, settings, self.first_step)
 
     def _submit(self, action: Callable[[], object]) -> Future[None]:
         """Queue `action` for the thread; its first error is printed and ends the tracking."""
@@ -155,7 +167,12 @@ class Tracker(GeneralTracker):
         if not folder.exists():
             # In a process of its own, so that training does not depend on what an export imports.
             command = [sys.executable, str(ROOT / "export.py"), str(checkpoint), str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+            limit = self.config.timeout_seconds / 2  # the other processes wait for this one
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=limit)
+            except subprocess.TimeoutExpired:
+                say(f"The model is not logged: its export took more than {limit:g} s (timeout_seconds)")
+                return
             if done.returncode:  # the run has finished nevertheless
                 say(f"The model is not logged: {done.stderr.strip().rpartition('error: ')[2]}")
                 return
@@ -166,7 +183,7 @@ class Tracker(GeneralTracker):
 class WandbRun:
     """A W&B run, which all sessions of a run directory share."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], first_step: int):
         import wandb
 
         tracking, self.name = config.tracking, config.name
@@ -199,9 +216,9 @@ class WandbRun:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def log(self, step: int | None, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""
-        self.run.log({"step": step, **metrics})
+        self.run.log({"step": step, **metrics} if step is not None else metrics)
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Log a table."""
@@ -251,26 +268,26 @@ def connection_problem(url: str) -> str | None:
 class TensorBoardRun:
     """An event file in RUN/tensorboard for each session."""
 
-    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], step: int):
+    def __init__(self, config: TrainConfig, directory: Path, settings: dict[str, Any], first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the points of steps that an earlier session logged and that are trained again.
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
-        self.writer.add_text("settings", as_code(json.dumps(settings, indent=1)), step)
+        self.run = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
+        self.run.add_text("settings", as_code(json.dumps(settings, indent=1)), first_step - 1)
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
+    def log(self, step: int | None, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""
         for name, value in metrics.items():
             if isinstance(value, int | float):  # not the digest
-                self.writer.add_scalar(name, value, step)
+                self.run.add_scalar(name, value, step)
 
     def log_texts(self, step: int, name: str, texts: list[str]) -> None:
         """Log generated texts."""
-        self.writer.add_text(name, as_code(*texts), step)
+        self.run.add_text(name, as_code(*texts), step)
 
     def finish(self, failed: bool) -> None:
         """Return when everything is written."""
-        self.writer.close()
+        self.run.close()
 
 
 def as_code(*texts: str) -> str:

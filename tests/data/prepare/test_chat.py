@@ -1,5 +1,6 @@
 """Conversations: tokens as in transformers' chat templates, and a loss on the answers alone."""
 
+import copy
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ import runtime.files
 import sample
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns, verify
-from data.prepare.chat_template import DEFAULT_TEMPLATE, ChatTemplate, open_tokenizer
+from data.prepare.chat_template import DEFAULT_TEMPLATE, ChatTemplate, open_chat_tokenizer
 from data.prepare.tokenizer import save_tokenizer
 from data.text import TextCorpus, TextDataset
 from evaluate import EvaluateConfig
@@ -41,7 +43,7 @@ from tests.data.prepare.test_prepare import content, make, make_documents, make_
 from tests.data.test_text import build_perturbed_model, find_file, rewrite
 from trainer.pretrained import export
 from trainer.pretrained.export import ExportConfig
-from trainer.pretrained.load import load_run
+from trainer.pretrained.load import load_run, load_with_source
 from trainer.run.directory import Run
 from trainer.run.start import prepare_run
 
@@ -108,6 +110,36 @@ def open_split(corpus, split="train", seq_len=256, packing="isolated"):
 
 
 # Tokens and masks
+
+
+FILTERED = """{%- filter trim -%}{%- for m in messages -%}{{ m['role'] + ': ' }}{%- if m['role'] == 'assistant' %}
+  {% generation %}
+{{- m['content'] + eos_token }}{% endgeneration %}
+{% else -%}{{ m['content'] }}{%- endif -%}{{ '\n' }}{%- endfor -%}{%- endfilter -%}"""
+MARKS_THE_USER = """{%- for m in messages -%}{%- if m['role'] == 'user' -%}{%- generation -%}{{ m['content'] }}
+{%- endgeneration -%}{%- else -%}{{ m['content'] + eos_token }}{%- endif -%}{%- endfor -%}"""
+
+
+def test_marks_inside_of_a_filter_are_on_the_answer(folder):
+    """transformers counts positions from the begin of the filter, so its marks are on words of the user."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
+    messages = [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}]
+    for template in (FILTERED, FILTERED.replace("{%- filter trim -%}", "").replace("{%- endfilter -%}", "")):
+        tokenizer.chat_template = template
+        tokens, is_target = ChatTemplate(tokenizer).encode(messages)
+        targets = [token for token, target in zip(tokens, is_target, strict=True) if target]
+        assert tokenizer.decode(targets) == "yes<|endoftext|>"
+        assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]
+    expected = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    assert expected["assistant_masks"] == is_target, "without a filter both agree"
+
+
+def test_marks_on_the_user_are_refused(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
+    tokenizer.chat_template = MARKS_THE_USER
+    messages = [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(ConfigError, match="chat template marks 'a long question' as the answer 'yes', so other words"):
+        ChatTemplate(tokenizer).encode(messages)
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
@@ -191,11 +223,11 @@ def test_two_processes_may_save_the_default_template(tmp_path, monkeypatch):
             other.append(True)
             with monkeypatch.context() as patched:
                 patched.setattr(os, "getpid", lambda: 1)
-                open_tokenizer(tmp_path)
+                open_chat_tokenizer(tmp_path)
         flush(file)
 
     monkeypatch.setattr(files, "flush_to_disk", flush_while_another_process_saves)
-    assert open_tokenizer(tmp_path).chat_template == DEFAULT_TEMPLATE and other
+    assert open_chat_tokenizer(tmp_path).chat_template == DEFAULT_TEMPLATE and other
     assert (tmp_path / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE
 
 
@@ -793,6 +825,21 @@ def test_export_has_chat_template_and_end_tokens(exported, folder):
     model = AutoModelForCausalLM.from_pretrained(exported)
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert sorted(model.generation_config.eos_token_id) == sorted(ends)
+
+
+def test_export_says_what_the_model_was_trained_on(runs):
+    """A tokenizer with a chat template may have been used for plain text."""
+    loaded, source = load_with_source(runs / "run")
+    assert source[1].conversations is True and export.has_conversations(loaded, [source])
+    plain = source[0], replace(source[1], conversations=False)
+    assert loaded.tokenizer.chat_template and not export.has_conversations(loaded, [plain])
+    card = export.model_card("a", "./a", loaded, [plain], "trained")
+    assert "conversations were formatted" not in card and '"role": "user"' not in card
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    export.prepare_tokenizer(tokenizer, loaded, begins_texts=True)
+    assert tokenizer("a")["input_ids"][0] == tokenizer.eos_token_id
+    earlier = source[0], replace(source[1], conversations=None)
+    assert export.has_conversations(loaded, [earlier]), "an earlier version recorded nothing"
 
 
 def test_evaluate_scores_answers_only(exported, folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Code of a model or tokenizer is never executed, whether from a folder, a run or the Hub."""
+"""A model or tokenizer of transformers is the same here, and its code is never executed."""
 
 import ast
 import io
@@ -6,9 +6,16 @@ import json
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from data.prepare.chat_template import open_tokenizer
 from data.prepare.tokenizer import save_tokenizer
+from data.tokenizer import encode_probe, open_tokenizer
+from model import hf
+from model.config import FAMILIES, GPTConfig
+from model.gpt import GPTModel
+from model.hf import log_probability_difference, to_transformers
 from runtime.config.errors import ConfigError
 from tests.conftest import ROOT
 from trainer.pretrained.load import load_run
@@ -34,7 +41,7 @@ def allows_remote_code(call):
 
 def test_every_from_pretrained_refuses_remote_code():
     calls = [(file.name, call) for file in SHIPPED for call in calls_of_from_pretrained(file.read_text())]
-    assert len(calls) >= 5
+    assert len(calls) >= 3
     assert not [f"{name}:{call.lineno}" for name, call in calls if allows_remote_code(call)]
 
 
@@ -65,3 +72,75 @@ def test_save_tokenizer_runs_no_code(malicious, tmp_path):
 def test_load_run_runs_no_code(malicious):
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_run(malicious)
+
+
+def small_config(family, **settings):
+    shape = dict(vocab_size=300, n_layers=2, n_heads=2, d_model=16, d_ff=32, max_position_embeddings=24, dropout=0.0)
+    return GPTConfig(**FAMILIES[family] | shape | settings)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A function that saves a random model with an edit of its tensors, as another program might."""
+
+    def save(family, edit=lambda tensors: tensors, **settings):
+        torch.manual_seed(1)
+        hf_model = to_transformers(GPTModel(small_config(family, **settings)))
+        hf_model.save_pretrained(tmp_path / family)
+        file = tmp_path / family / "model.safetensors"
+        save_file(edit(load_file(file)), file, metadata={"format": "pt"})
+        return tmp_path / family
+
+    return save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_output_projection_of_tied_model_is_kept(family, exported):
+    """As PEFT leaves one with modules_to_save=["lm_head"]: the config says tied, and transformers keeps both."""
+    head = torch.randn(300, 16)
+    folder = exported(family, lambda tensors: {**tensors, "lm_head.weight": head}, tie_embeddings=True)
+    model = load_run(folder).model
+    assert torch.equal(model.output_weight, head) and not model.config.tie_embeddings
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(24)[None]
+    assert log_probability_difference(model(tokens).logits, theirs(tokens).logits) < 1e-5
+    exported(family, tie_embeddings=True)
+    assert load_run(folder).model.config.tie_embeddings, "of a tied model, one parameter stays one"
+
+
+EXTRA = {
+    "LoRA": "model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    "another layer": "model.layers.2.mlp.up_proj.weight",
+    "a bias": "model.layers.0.self_attn.q_proj.bias",
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_tensors_that_the_model_lacks_are_refused(name, exported):
+    folder = exported("qwen3", lambda tensors: {**tensors, EXTRA[name]: torch.ones(16)})
+    with pytest.raises(ConfigError, match=f"has 1 tensors that its model lacks, such as {EXTRA[name]}"):
+        load_run(folder)
+
+
+def test_model_that_predicts_otherwise_is_refused(exported, monkeypatch):
+    """Whatever the cause: here a setting that this code reads and ignores."""
+    folder = exported("qwen3")
+    read = hf.config_from_transformers
+    monkeypatch.setattr(hf, "config_from_transformers", lambda config: read(config).replace(rope_theta=500.0))
+    with pytest.raises(ConfigError, match="after 24 tokens, its log-probabilities here differ .* nats"):
+        load_run(folder)
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_tokenizer_that_its_class_replaces_is_refused(name, tmp_path):
+    """transformers builds some classes from the vocabulary alone, with another pre-tokenizer."""
+    save_tokenizer("train:400", tmp_path, ["in 12345 or 12345 times, 20 and 24"] * 9)
+    facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts | {"tokenizer_class": name}))
+    if name == "PreTrainedTokenizerFast":
+        assert encode_probe(open_tokenizer(tmp_path).backend_tokenizer)
+    else:
+        with pytest.raises(ConfigError, match="tokenizer_class .* otherwise than its tokenizer.json; set it to"):
+            open_tokenizer(tmp_path)
+        with pytest.raises(ConfigError, match="tokenizer_class"):
+            save_tokenizer(str(tmp_path), tmp_path / "copy", [])
