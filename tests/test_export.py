@@ -68,7 +68,7 @@ def test_export_begins_with_end_of_text(runs, tmp_path):
     """Training documents began with end-of-text, whatever token the tokenizer calls bos."""
     loaded = load_run(runs / "gpt2")
     loaded.tokenizer.bos_token = loaded.tokenizer.convert_ids_to_tokens(1)
-    export.write_model(tmp_path, loaded)
+    export.write_model(tmp_path, loaded, conversations=False)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert model.config.bos_token_id == model.generation_config.bos_token_id == tokenizer("Meet").input_ids[0] == 0
 
@@ -307,11 +307,11 @@ def test_export_reports_write_errors(runs, tmp_path, monkeypatch):
 
 
 def test_first_of_two_concurrent_exports_is_complete(runs, tmp_path, monkeypatch):
-    def write_while_another_does(folder, loaded):
+    def write_while_another_does(folder, *rest):
         monkeypatch.setattr(export, "write_model", write)
         exported(runs / "gpt2", tmp_path / "out")
         before.update({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
-        write(folder, loaded)
+        write(folder, *rest)
 
     write, before = export.write_model, {}
     monkeypatch.setattr(export, "write_model", write_while_another_does)

@@ -254,8 +254,8 @@ def keep_an_unsaved_mean():
     """A fork that evaluates a mean of the weights that no checkpoint holds."""
     evaluate, evaluations = train.evaluate, []
 
-    def evaluate_twice(*arguments):
-        evaluations.append(evaluate(*arguments))
+    def evaluate_twice(*arguments, **named):
+        evaluations.append(evaluate(*arguments, **named))
         return evaluations[-1] | {"ema/loss": len(evaluations)}
 
     train.evaluate = evaluate_twice

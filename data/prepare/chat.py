@@ -5,11 +5,15 @@ A conversation is {"messages": [{"role": ..., "content": ..., ...}, ...]}, optio
 """
 
 import json
+from contextlib import suppress
 from typing import Any
 
 Message = dict[str, Any]
 """A `role` and a `content`, and other keys that a chat template may render, such as `tool_calls`. An answer whose
 `weight` is 0 is not a training target."""
+
+NAMES_OF_ASSISTANT = {"assistant", "model", "ai", "bot", "gpt"}
+"""Roles with these names, in any case, are meant to be `assistant`; as they are, no token would be a target."""
 
 COLUMNS = "messages", "prompt", "response", "completion", "system", "tools", "chat_template_kwargs"
 """Columns that may hold a conversation or a part of it; other columns are ignored."""
@@ -18,7 +22,9 @@ COLUMNS = "messages", "prompt", "response", "completion", "system", "tools", "ch
 def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     """Return the document of a row of data, and whether it is a conversation.
 
-    A null is an empty document, "". It may be among texts or conversations, so the second value is None.
+    The first of these that is not null decides: the text column, `messages`, `prompt` with an answer. So rows of
+    several forms may be in one table, where each has nulls in the columns of the others. If all are null, the document
+    is empty, "". It may be among texts or conversations, so the second value is None.
 
     Raises:
         ValueError: The row holds no document; the message says what it holds instead.
@@ -26,15 +32,19 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not an object with the key {text_column!r}")
     answers = [name for name in ("response", "completion") if name in row]
-    name = text_column if text_column in row else "messages"
-    if name in row:
-        if isinstance(row[name], str | None):
-            return row[name] or "", None if row[name] is None else False
-        messages = _messages(name, row[name])
-    elif "prompt" in row and answers:
+    text = row.get(text_column)
+    if isinstance(text, str) and text_column != "messages":
+        return text, False
+    if text is not None or row.get("messages") is not None:
+        name = "messages" if text is None else text_column
+        messages = _messages(name, _parse_json_text(row[name]))
+    elif row.get("prompt") is not None and answers:
         # An answer inside a prompt is context for the next one, not a training target.
         prompt = [{"weight": 0, **message} for message in _messages("prompt", row["prompt"], role="user")]
-        messages = prompt + _messages(answers[0], row[answers[0]], role="assistant")
+        answer = next((name for name in answers if row[name] is not None), answers[0])
+        messages = prompt + _messages(answer, row[answer], role="assistant")
+    elif {text_column, "messages"} & row.keys() or ("prompt" in row and answers):
+        return "", None
     else:
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
         raise ValueError(f"{wanted}; the columns are {list(row)!r:.200}")
@@ -44,6 +54,13 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
             raise ValueError(f"'system' is {row['system']!r:.60}; {remedy}")
         messages.insert(0, {"role": "system", "content": row["system"]})
     return json.dumps({"messages": messages, **_template_arguments(row)}, ensure_ascii=False), True
+
+
+def _parse_json_text(value: Any) -> Any:
+    """Return what a text has as JSON, as tables often store messages; other values and other texts as they are."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
@@ -59,6 +76,8 @@ def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
             fields[-1] = ""  # a message that calls a tool may have no content
         if not all(isinstance(text, str) for text in fields):
             raise ValueError(f"{name!r} has {message!r:.60}, which is not a message: a role and a content, both texts")
+        if (role_of := message["role"]) != "assistant" and role_of.casefold() in NAMES_OF_ASSISTANT:
+            raise ValueError(f"{name!r} has a message of role {role_of!r}; answers must have the role 'assistant'")
         weight = message.get("weight")
         if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
             problem = f"{name!r} has a message of role {message['role']!r} with weight {weight!r}"

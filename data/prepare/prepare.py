@@ -29,7 +29,7 @@ from functools import lru_cache, partial, wraps
 from glob import escape
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,9 +59,11 @@ from runtime.files import (
 from runtime.machine.cores import available_cores
 
 PROGRAM = "data.prepare"
-COUNTS = ["documents", "tokens", "bytes", "empty_documents", "replacement_characters"]
+SKIPPED = ["empty_documents", "unanswered_conversations"]  # null rows and empty texts; conversations without a target
+COUNTS = ["documents", "tokens", "bytes", *SKIPPED, "replacement_characters"]
 PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
 CONTEXT_CHARACTERS = 1000  # on each side of a cut, encoded to test it
+SHOWN_TOKENS = 120
 BATCH_ROWS = 64  # that a process encodes and writes at once
 BLOCK_CHARACTERS = 2**25  # minimum of the text that is encoded and cached at once
 FILE_BYTES = 2**27  # of tokens in a file of the corpus, about
@@ -112,6 +114,10 @@ class PrepareConfig(Settings):
     max_tokens: PositiveInt | None = None
     """Stop after the block of the corpus, of about 33 million characters, that reaches this many training tokens. A
     separate validation source is read as a whole. null: read all."""
+
+    max_skipped: Annotated[float, Ge(0), Le(1)] = 0.01
+    """Largest fraction of the documents that may be skipped, because they are empty or have no answer to train on. Up
+    to five are skipped in any case."""
 
     num_workers: Annotated[int, Ge(1), Le(1024)] = available_cores()
     """Processes that encode text. The corpus is the same for any number."""
@@ -183,16 +189,26 @@ def cut_documents(documents: Iterable[Text], tokenizer: Tokenizer, source: Sourc
             buffer = ""
 
 
-def read_blocks(pieces: Iterable[Text], fraction: float, source: Source) -> Iterator[dict[str, list]]:
+def read_blocks(
+    pieces: Iterable[Text], fraction: float, source: Source, shared: list[str] | None = None
+) -> Iterator[dict[str, list]]:
     """Yield pieces in blocks of at least BLOCK_CHARACTERS; `fraction` of the documents are for validation.
 
     A block has three lists: `text` of each piece, whether it `begins` its document, and whether it is for `validation`.
+    `shared` receives the training documents that are in a separate validation source, too.
     """
     block, size, begins = {"text": [], "begins": [], "validation": []}, 0, True
+    held_out: set[bytes] = set()  # hashes of the documents of the validation source, which comes first
     for text, ends, split in pieces:
         if begins:
             identity = chat.get_identity(text) if source.conversations else text
             validation = in_validation(identity, fraction) if split is None else split == "validation"
+            if shared is not None and identity:
+                digest = blake2b(identity.encode(), digest_size=8).digest()
+                if validation:
+                    held_out.add(digest)
+                elif digest in held_out:
+                    shared.append(identity)
         for values, value in zip(block.values(), (text, begins, validation), strict=True):
             values.append(value)
         size, begins = size + len(text), ends
@@ -223,7 +239,9 @@ def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch
     for text, begins in zip(batch["text"], batch["begins"], strict=True):
         text, encoded = load_encoder(folder, conversations)(text, begins)
         row: dict[str, Any] = {name: np.array(encoded.get(name, ()), dtype) for name, dtype in dtypes.items()}
-        row |= dict.fromkeys(COUNTS, 0) | {"tokens": len(row["input_ids"]), "empty_documents": int(not encoded)}
+        row |= dict.fromkeys(COUNTS, 0) | {"tokens": len(row["input_ids"])}
+        if not encoded:
+            row["unanswered_conversations" if conversations and text else "empty_documents"] = 1
         if encoded:  # bytes of the text that the tokens encode
             row |= {"documents": int(begins), "bytes": len(text.encode())}
             row["replacement_characters"] = text.count("\ufffd")
@@ -305,6 +323,10 @@ def _parse_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "s
     Raises:
         ConfigError: it has no valid fraction, or does not fit other settings.
     """
+    if re.fullmatch(r"\d*\.?\d+", config.validation):
+        problem = f"validation: {config.validation!r} does not say which documents"
+        remedy = f"use hash:{config.validation} for a fraction of them, or tail:{config.validation} for the end of each"
+        raise ConfigError(f"{problem}; {remedy}")
     kind, _, text = config.validation.partition(":")
     if kind not in ("hash", "tail"):
         kind, text = "source", "0"
@@ -363,13 +385,18 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         dtypes["assistant_masks"] = "uint8"
     encode = partial(encode_rows, folder, bool(source.conversations), dtypes)
     pieces = cut_documents(split_documents(source, config.validation, held_out), tokenizer, source)
-    encoded = encode_blocks(
-        read_blocks(pieces, _parse_validation(config)[1], source), encode, dtypes, work / "cache", config
-    )
+    shared: list[str] | None = [] if held_out else None
+    blocks = read_blocks(pieces, _parse_validation(config)[1], source, shared)
+    encoded = encode_blocks(blocks, encode, dtypes, work / "cache", config)
     frame = encoded.select_columns(["validation", *COUNTS]).to_pandas()
     sums = frame.groupby("validation").sum().reindex([False, True], fill_value=0)
     counts: dict[str, Any] = dict(zip(SPLITS, sums.to_dict("records"), strict=True))
     _check_splits(config, *(counts[split]["documents"] for split in SPLITS))
+    _check_skipped(config, counts)
+    if shared and len(shared) >= counts["validation"]["documents"]:
+        problem = f"validation: all documents of {config.validation!r} are in {config.source!r}, too, so a loss on them"
+        raise ConfigError(f"{problem} says nothing about new text; take them out of one of the two, or use hash:0.1")
+    counts["train"] |= {"in_validation": len(shared)} if shared else {}
     files = {}
     for split in SPLITS:
         kept = np.flatnonzero((frame.validation == (split == "validation")) & (frame.tokens > 0))
@@ -455,6 +482,32 @@ def _check_splits(config: PrepareConfig, num_train: int, num_validation: int) ->
         raise ConfigError(f"{problem}; {remedy}")
 
 
+def _check_skipped(config: PrepareConfig, counts: dict[str, Any]) -> None:
+    """Raise ConfigError if more than `max_skipped` of the documents were skipped."""
+    skipped = {name: sum(counts[split][name] for split in SPLITS) for name in SKIPPED}
+    number, documents = sum(skipped.values()), sum(counts[split]["documents"] for split in SPLITS)
+    if number > max(5, config.max_skipped * (number + documents)):
+        found = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in skipped.items() if count)
+        problem = f"max_skipped: {config.max_skipped}, but of {number + documents:,} documents {number:,} were skipped"
+        remedy = "look at the source, or raise max_skipped to go on without them"
+        raise ConfigError(f"{problem} ({found}); {remedy}")
+
+
+def show_document(corpus: Path) -> str:
+    """Return the begin of the first training document as the model gets it, with [[ and ]] around what it learns."""
+    import datasets  # slow to import
+
+    rows: Any = datasets.load_from_disk(str(corpus / "train"))
+    row = rows[0]
+    tokenizer, _ = load_tokenizer(corpus / "tokenizer")
+    tokens, pieces = row["input_ids"][:SHOWN_TOKENS], []
+    is_target = row.get("assistant_masks", [0, *[1] * len(tokens)])
+    for target, group in groupby(zip(tokens, is_target, strict=False), key=lambda pair: pair[1]):
+        text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+        pieces.append(f"[[{text}]]" if target else text)
+    return printable("".join(pieces), kept="\n\t") + (" ..." if len(row["input_ids"]) > SHOWN_TOKENS else "")
+
+
 def find_full_disk(error: BaseException | None) -> OSError | None:
     """Return the error of a full disk or quota that caused another error, None if there is none.
 
@@ -525,6 +578,11 @@ def cli() -> int:
     template = Path(config.out).expanduser() / "tokenizer" / "chat_template.jinja"
     if metadata.get("conversations") and "strftime_now" in template.read_text():
         print(f"tokenizer: the chat template of {config.tokenizer} names the current date, so the tokens depend on it")
+    print("The first training document, as the model gets it; it learns to write the tokens in [[ ]]:")
+    print("  | " + show_document(Path(config.out).expanduser()).replace("\n", "\n  | "))
     for split in SPLITS:
-        print(f"{config.out}/{split}: " + ", ".join(f"{metadata[split][n]:,} {n.replace('_', ' ')}" for n in COUNTS))
+        numbers = [f"{metadata[split][name]:,} {name.replace('_', ' ')}" for name in COUNTS]
+        print(f"{config.out}/{split}: " + ", ".join(numbers))
+    if shared := metadata["train"].get("in_validation"):
+        print(f"{shared:,} training documents are also in validation: {config.validation}")
     return 0

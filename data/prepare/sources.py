@@ -205,12 +205,18 @@ class Source:
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files that match a pattern, sorted by name; `**` matches any folders.
+    """Return the files that match a pattern, sorted by name, each once; `**` matches any folders.
 
-    Broken links are included, so that opening them fails instead of silently leaving out text.
+    A file that several links lead to is one file, such as below a link to a parent folder. Broken links are included,
+    so that opening them fails instead of silently leaving out text.
     """
-    found = {*glob(pattern, recursive=True)}
-    return sorted(file for file in found if os.path.isfile(file) or not os.path.exists(file))
+    found: dict[tuple[int, int] | str, str] = {}
+    for file in sorted({*glob(pattern, recursive=True)}, key=lambda file: (file.count("/"), file)):
+        if os.path.isfile(file):
+            found.setdefault(_identity(file), file)
+        elif not os.path.exists(file):
+            found[file] = file
+    return sorted(found.values())
 
 
 def get_source_stamp(file: str) -> list[int] | None:

@@ -133,6 +133,7 @@ def distillation_error(network: GPTModel, batch: dict[str, Tensor]) -> float:
     with patch.object(network, "next_token_loss", side_effect=next_token_loss) as recorded, torch.no_grad():
         compute_loss(network, batch)
     (hidden_BTC, weight_VC, labels_BT, *_), other_targets = recorded.call_args_list[0]
+    other_targets = {name: value for name, value in other_targets.items() if name != "auxiliary"}  # terms beside it
     hidden_BTC = hidden_BTC.requires_grad_()
     objective, metrics = next_token_loss(hidden_BTC, weight_VC, labels_BT, 1.0, **other_targets)
 

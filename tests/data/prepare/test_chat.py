@@ -419,7 +419,7 @@ def test_answer_of_weight_zero_is_masked(folder, tmp_path):
     for name, end in (("chatml", "<|im_end|>\n"), ("marked", "<|endoftext|>")):
         metadata = make(source, tmp_path / name, str(folder / f"tokenizer_{name}"), validation="hash:0.0")
         assert decode_targets(tmp_path / name) == [f"One.{end}", f"Two.{end}", f"One.{end}Two.{end}"]
-        assert metadata["train"]["empty_documents"] == 1
+        assert (metadata["train"]["unanswered_conversations"], metadata["train"]["empty_documents"]) == (1, 0)
 
 
 def test_prompt_and_completion_may_be_message_lists(tmp_path):
@@ -441,7 +441,7 @@ def test_metadata_counts_message_content(folder, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [*({"messages": m} for m in CONVERSATIONS), *silent])
     metadata = make(source, tmp_path / "a", validation="hash:0.2")
     assert sum(metadata[split]["documents"] for split in ("train", "validation")) == 60
-    assert sum(metadata[split]["empty_documents"] for split in ("train", "validation")) == 1
+    assert sum(metadata[split]["unanswered_conversations"] for split in ("train", "validation")) == 1
     texts = ["\n".join(m["content"] for m in messages) for messages in CONVERSATIONS]
     assert sum(metadata[split]["bytes"] for split in ("train", "validation")) == len("".join(texts).encode()), (
         "bytes of documents that are left out are not counted"
@@ -508,12 +508,49 @@ MESSAGES = {"messages": conversation(1)}
         ([{"messages": [{"role": "system", "content": "a"}], "system": "b"}], ["'system' is 'b'", "no message"]),
         ([{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}], ["role 'assistant' with weight 0.5"]),
         ([{"messages": [{"role": "user", "content": "a", "weight": 1}]}], ["role 'user' with weight 1", "0 or"]),
-        ([{"messages": [{"role": "Assistant", "content": "a"}]}], ["no text, nor", "answer of role 'assistant'"]),
+        ([{"messages": [{"role": "Assistant", "content": "a"}]}], ["role 'Assistant'", "the role 'assistant'"]),
+        ([{"messages": [{"role": "tool", "content": "a"}]}], ["no text, nor", "answer of role 'assistant'"]),
     ],
 )
 def test_prepare_names_invalid_conversation_row(tmp_path, rows, named):
     message = refusal(rows, tmp_path)
     assert all(word in message for word in ("a.jsonl", *named)) and "\n" not in message, message
+
+
+TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SAME_CONVERSATION = {
+    "a list": {"messages": TURN},
+    "a JSON text": {"messages": json.dumps(TURN)},
+    "beside a null text": {"text": None, "messages": TURN},
+    "beside null messages": {"messages": None, "prompt": "q", "completion": "a"},
+    "beside a null response": {"prompt": "q", "response": None, "completion": "a"},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_of_several_forms_are_all_read(kind, tmp_path):
+    """As in a union of data sets, where each row has nulls in the columns of the others."""
+    rows = list(SAME_CONVERSATION.values())
+    source = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write_rows(source, rows)
+        texts = [{"messages": json.dumps(TURN)}]
+    else:
+        rows = [row for row in rows if not isinstance(row.get("messages"), str)]
+        pa.parquet.write_table(pa.Table.from_pylist([dict.fromkeys(["prompt"]) | row for row in rows]), source)
+        texts = [{"messages": json.dumps(TURN)}] * 2
+        pa.parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "b.parquet")
+        make(tmp_path / "b.parquet", tmp_path / "b", validation="hash:0.0")
+        assert decode_targets(tmp_path / "b") == ["a<|endoftext|>\n"] * 2
+    metadata = make(source, tmp_path / "a", validation="hash:0.0")
+    assert decode_targets(tmp_path / "a") == ["a<|endoftext|>\n"] * len(rows)
+    assert metadata["train"]["documents"] == len(rows) and metadata["train"]["empty_documents"] == 0
+
+
+@pytest.mark.parametrize("role", ["Assistant", "model", "AI"])
+def test_answers_under_another_role_are_refused(role, tmp_path):
+    message = refusal([{"messages": [TURN[0], {"role": role, "content": "a"}]}], tmp_path)
+    assert f"has a message of role {role!r}; answers must have the role 'assistant'" in message
 
 
 def test_prepare_refuses_validation_of_another_kind(folder, tmp_path):

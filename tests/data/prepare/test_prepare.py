@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import data.prepare.prepare
 import data.prepare.sources
-from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare
+from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare, show_document
 from data.prepare.sources import Source, find_files
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
@@ -1037,3 +1037,49 @@ def test_prepare_bounds_memory_for_long_line(tmp_path, megabytes):
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
     counts = [metadata[split]["tokens"] for split in ("train", "validation")]
     assert sum(counts) > 1_000_000 * megabytes
+
+
+def test_file_that_several_links_lead_to_is_read_once(tmp_path):
+    """A link to a parent folder would read each file about forty times."""
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    for name in ("a.txt", "more/b.txt"):
+        (tmp_path / "texts" / name).write_text(f"a document, {name}")
+    (tmp_path / "texts" / "more" / "loop").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts" / "c.txt").symlink_to(tmp_path / "texts" / "a.txt")
+    metadata = make(tmp_path / "texts" / "**" / "*.txt", tmp_path / "out")
+    assert metadata["train"]["documents"] == 2
+
+
+def test_validation_documents_in_training_are_counted_or_refused(tmp_path):
+    """By content: the files may have different names and forms."""
+    texts = [f"document {i}" for i in range(20)]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    copied = write_jsonl(tmp_path / "b.jsonl", texts[:5])
+    message = refusal(source, tmp_path / "out", validation=str(copied))
+    assert "are in" in message and "so a loss on them says nothing about new text" in message
+    some = write_jsonl(tmp_path / "c.jsonl", [*texts[:2], "another document"])
+    metadata = make(source, tmp_path / "out", validation=str(some))
+    assert metadata["train"]["in_validation"] == 2
+    assert "in_validation" not in make(source, tmp_path / "none", validation="hash:0.2")["train"]
+
+
+def test_many_skipped_documents_are_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", [*(f"document {i}" for i in range(94)), *[""] * 6])
+    message = refusal(source, tmp_path / "out")
+    assert "max_skipped: 0.01, but of 100 documents 6 were skipped (6 empty documents)" in message
+    assert not (tmp_path / "out").exists()
+    assert make(source, tmp_path / "out", max_skipped=0.06)["train"]["empty_documents"] == 6
+    few = write_jsonl(tmp_path / "b.jsonl", ["a document", *[""] * 5])
+    assert make(few, tmp_path / "few")["train"]["empty_documents"] == 5
+
+
+@pytest.mark.parametrize("value", ["0.1", ".05", "1"])
+def test_validation_that_is_a_number_is_refused_at_once(value, tmp_path):
+    """Not by asking the Hub, for a minute, whether it is a data set."""
+    message = refusal(write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out", validation=value)
+    assert f"use hash:{value} for a fraction of them, or tail:{value} for the end of each" in message
+
+
+def test_first_document_is_shown_as_the_model_gets_it(tmp_path):
+    make(write_jsonl(tmp_path / "a.jsonl", ["a text\nof two lines\x1b"]), tmp_path / "out")
+    assert show_document(tmp_path / "out") == "<|endoftext|>[[a text\nof two lines\\x1b]]"

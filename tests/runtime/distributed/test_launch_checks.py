@@ -262,8 +262,8 @@ def test_launched_run_reports_all_problems_together(write_launch_file, runs):
     assert "returned non-zero exit status 2" in done.stderr, done.stderr
     assert done.stderr.count("train.py: error:") == 1
     assert not runs.exists()
-    lines = done.stderr.partition("train.py: error:")[2].splitlines()[:3]
-    for words in ("num_processes: one", "fp16 on_nonfinite: skip", "INDUCTOR --compile"):
+    lines = done.stderr.partition("train.py: error:")[2].splitlines()[:4]
+    for words in ("num_processes: one", "fp16 needs a GPU", "fp16 on_nonfinite: skip", "INDUCTOR --compile"):
         assert any(all(word in line for word in words.split(" ")) for line in lines), (words, done.stderr)
 
 
