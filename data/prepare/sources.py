@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -212,16 +213,18 @@ def find_files(pattern: str) -> list[str]:
     """
     found: dict[tuple[int, int] | str, str] = {}
     for file in sorted({*glob(pattern, recursive=True)}, key=lambda file: (file.count("/"), file)):
-        if os.path.isfile(file):
-            found.setdefault(_identity(file), file)
-        elif not os.path.exists(file):
-            found[file] = file
+        try:
+            if stat.S_ISREG(os.stat(file).st_mode):
+                found.setdefault(_identity(file), file)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # below a link to a parent folder, at a depth that the system refuses
+                found[file] = file
     return sorted(found.values())
 
 
 def get_source_stamp(file: str) -> list[int] | None:
     """Return size and modification time of a local file; None for a file of the Hub, whose URL has a revision."""
-    return None if "://" in file else [(stat := os.stat(file)).st_size, stat.st_mtime_ns]
+    return None if "://" in file else [(facts := os.stat(file)).st_size, facts.st_mtime_ns]
 
 
 def get_file_type(file: str) -> str:
@@ -231,7 +234,7 @@ def get_file_type(file: str) -> str:
 
 def _identity(file: str) -> tuple[int, int] | str:
     """Return a key that is equal for all links to a file."""
-    return file if "://" in file else ((stat := os.stat(file)).st_dev, stat.st_ino)
+    return file if "://" in file else ((facts := os.stat(file)).st_dev, facts.st_ino)
 
 
 def open_text(file: str, errors: str) -> io.TextIOWrapper:

@@ -537,13 +537,14 @@ def test_rows_of_several_forms_are_all_read(kind, tmp_path):
         texts = [{"messages": json.dumps(TURN)}]
     else:
         rows = [row for row in rows if not isinstance(row.get("messages"), str)]
-        pa.parquet.write_table(pa.Table.from_pylist([dict.fromkeys(["prompt"]) | row for row in rows]), source)
+        columns = dict.fromkeys(name for row in rows for name in row)
+        pa.parquet.write_table(pa.Table.from_pylist([columns | row for row in rows]), source)
         texts = [{"messages": json.dumps(TURN)}] * 2
         pa.parquet.write_table(pa.Table.from_pylist(texts), tmp_path / "b.parquet")
         make(tmp_path / "b.parquet", tmp_path / "b", validation="hash:0.0")
-        assert decode_targets(tmp_path / "b") == ["a<|endoftext|>\n"] * 2
+        assert decode_targets(tmp_path / "b") == ["a<|endoftext|>"] * 2
     metadata = make(source, tmp_path / "a", validation="hash:0.0")
-    assert decode_targets(tmp_path / "a") == ["a<|endoftext|>\n"] * len(rows)
+    assert decode_targets(tmp_path / "a") == ["a<|endoftext|>"] * len(rows)
     assert metadata["train"]["documents"] == len(rows) and metadata["train"]["empty_documents"] == 0
 
 
