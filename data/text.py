@@ -168,13 +168,17 @@ class TextDataset(Dataset):
     def num_bytes(self) -> float:
         """UTF-8 bytes of the targets of all samples; end-of-text tokens have none.
 
-        Exact for byte-level tokenizers. For others it is estimated from the mean of the split.
+        Exact for byte-level tokenizers that keep the text as it is. Where a normalizer or a prefix changes it, the
+        bytes of the tokens are scaled to those of the text. For other tokenizers each token has the mean of the split.
         """
         counts = self.corpus.metadata[self.split]
         bytes_of_token = token_bytes(self.corpus.tokenizer, self.corpus.end_of_text)
         num_bytes = np.full(self.corpus.vocab_size, counts["bytes"] / counts["tokens"])
         if bytes_of_token is not None:
             num_bytes[[*bytes_of_token]] = [*map(len, bytes_of_token.values())]
+            if not self.corpus.has_conversations:  # their bytes do not include the template
+                of_tokens = sum(num_bytes[np.asarray(tokens, np.int64)].sum() for tokens, *_ in self.values)
+                num_bytes *= counts["bytes"] / of_tokens
         targets = (self.arrays([index])["labels"][:, 1:] for index in range(len(self)))
         return float(sum(num_bytes[ids[ids != -100]].sum() for ids in targets))
 

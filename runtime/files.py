@@ -7,10 +7,14 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import TextIO
+
+import psutil
 
 from runtime.config.errors import ConfigError
 
@@ -20,14 +24,18 @@ WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_NAME = "lock"
 
 
-def write_atomically(path: Path, content: str | bytes, several_writers: bool = False) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file so that a crash leaves either the old content or the new, never a part.
 
-    `several_writers`: other processes may replace it at the same time.
+    Several processes and threads may replace it at the same time: the last one to finish wins.
     """
-    process = f".{socket.gethostname()}-{os.getpid()}" if several_writers else ""
-    temporary = path.with_name(f"{path.name}{process}.tmp")
-    temporary.unlink(missing_ok=True)  # of a killed process, or a link in a folder that somebody else made
+    host = socket.gethostname()
+    for leftover in path.parent.glob(f"{escape(path.name)}.{escape(host)}-*.tmp"):
+        number = leftover.name.rsplit("-", 2)[1]
+        if not (number.isdecimal() and psutil.pid_exists(int(number))):  # of a killed process
+            leftover.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{host}-{os.getpid()}-{threading.get_native_id()}.tmp")
+    temporary.unlink(missing_ok=True)  # of an earlier process with the same number
     with open(temporary, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -45,7 +53,7 @@ def write_once(path: Path, content: bytes) -> Path:
     """Write a file whose path contains a hash of its content, unless it exists; return the path."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content, several_writers=True)
+        write_atomically(path, content)
     return path
 
 

@@ -47,7 +47,7 @@ def open_chat_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     if tokenizer.chat_template is None:
         tokenizer.chat_template = DEFAULT_TEMPLATE
         # Several processes encode, each with the tokenizer that it opens.
-        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE, several_writers=True)
+        write_atomically(folder / "chat_template.jinja", DEFAULT_TEMPLATE)
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -147,13 +148,15 @@ def device_problems(environment: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise ConfigError on all processes if their settings or versions differ, as may happen if started by hand.
+def check_same_settings(config: TrainConfig, accelerator: Accelerator, code: str) -> None:
+    """Raise ConfigError on all processes if their settings, their code (a hash) or their versions differ.
 
-    Such a run would silently train with a mixture of both. All processes call this together.
+    Machines that are set up apart may differ. Such a run would silently train with a mixture of both. All processes
+    call this together.
     """
     mine = config.flat() | {"mixed_precision": accelerator.mixed_precision}
     mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # the keys are paths, which may differ
+    mine |= {"code": code, "python": ".".join(platform.python_version_tuple()[:2])}
     mine |= {"torch": torch.__version__, "accelerate": accelerate.__version__}
     first, *others = gather_object([mine])
     different: dict[str, str] = {}
@@ -164,4 +167,4 @@ def check_same_settings(config: TrainConfig, accelerator: Accelerator) -> None:
                 different.setdefault(name, message)
     if different:
         lines = sorted(different.values())
-        raise ConfigError("\n  ".join(["the processes of this run have different settings or versions:", *lines]))
+        raise ConfigError("\n  ".join(["the processes of this run have different settings, code or versions:", *lines]))

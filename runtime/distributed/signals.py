@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from runtime.distributed.world import is_main_process
 
@@ -29,12 +32,21 @@ class Interrupted(Exception):
 
 @cache
 def launcher() -> int | None:
-    """Return the process that started this one, if it is torch's launcher.
+    """Return the process that started this one, if it is torch's launcher or `accelerate launch`.
 
-    The first call must be early (runtime/cli/scripts.py): the parent changes when the launcher is killed. Without
-    torch's launcher the parent may be a shell, which ends before a run that `nohup` keeps.
+    The first call must be early (runtime/cli/scripts.py): the parent changes when the launcher is killed. Without a
+    launcher the parent may be a shell, which ends before a run that `nohup` keeps.
+
+    For one process, `accelerate launch` only starts the script and waits, and passes no signal on: a SIGTERM ends it,
+    and the script would train on without it.
     """
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return os.getppid()
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by accelerate launch, and by users
+        with suppress(psutil.Error):
+            if any(Path(word).name.startswith("accelerate") for word in psutil.Process(os.getppid()).cmdline()):
+                return os.getppid()
+    return None
 
 
 os.register_at_fork(after_in_child=launcher.cache_clear)

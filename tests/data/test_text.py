@@ -465,6 +465,15 @@ def test_num_bytes_for_byte_level_tokenizers(parts, folder):
     assert dataset.num_bytes == len(found)
 
 
+def test_num_bytes_are_those_of_the_text_if_the_tokenizer_changes_it(folder):
+    """As a normalizer that removes accents, or a prefix space, does; metadata.json has the bytes of the text."""
+    dataset = open_split(folder / "bpe", "validation", seq_len=12, packing="padded")
+    plain = dataset.num_bytes
+    changed = open_split(folder / "bpe", "validation", seq_len=12, packing="padded")
+    changed.corpus.metadata["validation"]["bytes"] *= 1.25
+    assert changed.num_bytes == pytest.approx(1.25 * plain)
+
+
 def test_num_bytes_for_other_tokenizers_uses_mean(folder):
     dataset = open_split(folder / "bpe", "validation")
     plain = json.loads(dataset.corpus.tokenizer.to_str()) | {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}

@@ -5,7 +5,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -192,7 +195,8 @@ def outside(tmp_path):
 def test_atomic_writes_do_not_follow_links(tmp_path, outside, target):
     mine = tmp_path / "mine"
     mine.mkdir()
-    for name in ("a.json", "a.json.tmp"):
+    temporary = f"a.json.{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}.tmp"
+    for name in ("a.json", temporary):
         (mine / name).symlink_to(outside / target)
     files.write_atomically(mine / "a.json", "new")
     assert (mine / "a.json").read_text() == "new" and not (mine / "a.json").is_symlink()
@@ -237,10 +241,39 @@ def test_run_of_a_stranger_changes_nothing_outside(tmp_path, outside):
     """The run has links with the names of files that train.py and evaluate.py write."""
     arguments = [*TINY_STORIES, "--steps", "2", "--out_dir", str(tmp_path), "--name", "run"]
     train(*arguments)
-    for name in ("evaluation.json", "evaluation.json.tmp"):
-        (tmp_path / "run" / name).symlink_to(outside / "file")
+    (tmp_path / "run" / "evaluation.json").symlink_to(outside / "file")
     train(tmp_path / "run", "--num_samples", "2", script="evaluate.py")
     assert "val/loss" in json.loads((tmp_path / "run" / "evaluation.json").read_text())
     (tmp_path / "run" / ".lock").unlink()
     (tmp_path / "run" / ".lock").symlink_to(outside / "file")
     assert f"{tmp_path / 'run' / '.lock'} is a link" in train(*arguments, exit_code=2).stderr
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from runtime.files import write_atomically
+for _ in range(200):
+    write_atomically(Path(sys.argv[1]), sys.argv[2] * 20_000)
+"""
+
+
+def test_two_writers_of_one_file_leave_a_whole_one(tmp_path):
+    """As evaluate.py does when it runs twice on one run."""
+    file = tmp_path / "a.json"
+    file.write_text("a" * 20_000)
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE, file, letter], cwd=ROOT) for letter in "ab"]
+    while any(writer.poll() is None for writer in writers):
+        assert file.read_text() in ("a" * 20_000, "b" * 20_000)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = socket.gethostname()
+    for number in (dead.pid, os.getpid()):
+        (tmp_path / f"a.json.{host}-{number}-1.tmp").touch()
+    files.write_atomically(tmp_path / "a.json", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", f"a.json.{host}-{os.getpid()}-1.tmp"}

@@ -133,7 +133,7 @@ def check_same_ladder(out_dir: Path, common: dict[str, str | None]) -> None:
         raise ConfigError(f"out_dir: {out_dir} has runs of another ladder ({details}); name another folder")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(common), several_writers=True)
+        write_atomically(file, json.dumps(common))
     except OSError as error:
         raise ConfigError(f"out_dir: {str(out_dir)!r} cannot be written: {error.strerror}; name another one") from None
 

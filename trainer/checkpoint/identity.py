@@ -18,6 +18,7 @@ IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([^\n#]+))", re.MULT
 FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
 SUMMATION_ORDER = ("processes", "shards", "threads")
+VERSIONS = ("python", "torch", "accelerate")  # another one may change the bits, with `exact`, too
 
 
 def code_hash(root: Path = ROOT) -> str:
@@ -79,6 +80,11 @@ def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
     """Return `device` and the names in SUMMATION_ORDER that make the bits of two sessions differ: none with `exact`."""
     return [] if exact else [name for name in ("device", *SUMMATION_ORDER) if _differs(name, then, now)]
+
+
+def compare_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names in VERSIONS whose values differ between two sessions or checkpoints."""
+    return [name for name in VERSIONS if _differs(name, then, now)]
 
 
 def _differs(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

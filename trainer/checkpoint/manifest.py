@@ -3,6 +3,7 @@
 A directory without a valid manifest is not a checkpoint. Its files are safetensors and JSON: reading them runs no code.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -63,7 +64,13 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write manifest.json into the directory."""
-        write_atomically(directory / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=2))
+        facts = {"format": FORMAT, **asdict(self)}
+        write_atomically(directory / MANIFEST, json.dumps({**facts, "digest": facts_digest(facts)}, indent=2))
+
+
+def facts_digest(facts: dict[str, Any]) -> str:
+    """Return a hash of the facts in a manifest, in 16 hexadecimal digits, so that a damaged one is recognised."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
@@ -79,6 +86,8 @@ def read_manifest(path: Path) -> Manifest:
         facts = parse_object((path / MANIFEST).read_bytes())
         if facts.get("format") != FORMAT:
             raise ValueError(f"format {facts.get('format')!r} instead of {FORMAT}")
+        if facts.pop("digest", None) not in (None, facts_digest(facts)):  # None: of an earlier version
+            raise ValueError("its content does not match its digest")
         manifest = from_json(facts, Manifest)
         if path.name.startswith("step-") and path.name != step_directory(path, manifest.step).name:
             raise ValueError(f"it is for step {manifest.step}")

@@ -14,6 +14,12 @@ from accelerate import Accelerator
 from runtime.distributed.launch import num_shards, uses_cpu
 from trainer.checkpoint.identity import ROOT, code_hash
 
+# A patch that applies, whatever the user's configuration (diff.external, color.ui, diff.noprefix, textconv) says.
+PLAIN_DIFF = (
+    *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary"),
+    *("--src-prefix=a/", "--dst-prefix=b/", "--unified=3"),
+)
+
 
 @cache  # the code of this process, even if its files are edited later; git is slow on a network disk
 def provenance(root: Path = ROOT) -> dict[str, str | None]:
@@ -49,8 +55,8 @@ def uncommitted_changes(root: Path = ROOT) -> str | None:
     `root` may be a folder of a larger repository: the patch has nothing outside it, and its paths are relative to it.
     """
     new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
-    patches = [_git(root, "diff", "--relative", "HEAD", "--", ".")]
-    patches += [_git(root, "diff", "--no-index", "/dev/null", file) for file in new if file]
+    patches = [_git(root, *PLAIN_DIFF, "--relative", "HEAD", "--", ".")]
+    patches += [_git(root, *PLAIN_DIFF, "--no-index", "/dev/null", file) for file in new if file]
     return "\n".join(filter(None, patches)) or None
 
 

@@ -11,7 +11,7 @@ from model.config import GPTConfig
 from runtime.config.errors import ConfigError, OtherRunError
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import complete_settings, read_settings, unknown_settings
-from trainer.checkpoint.identity import compare_facts, compare_summation_order, describe_code
+from trainer.checkpoint.identity import compare_facts, compare_summation_order, compare_versions, describe_code
 from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
 from trainer.run.directory import Run
 from trainer.schedule import SCHEDULES, due_after, scheduled_value
@@ -186,7 +186,11 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
     trained_with = vars(manifest) | manifest.provenance
     if "code" in compare_facts(trained_with, facts):
         print(f"Other code: {path} was trained by {describe_code(trained_with)}, and this is {describe_code(facts)}.")
-    if changed := compare_summation_order(trained_with, facts, config.exact):
+    is_complete = manifest.step >= config.steps
+    if (versions := compare_versions(trained_with, facts)) and not is_complete:
+        changes = ", ".join(f"{name} {facts[name]} instead of {trained_with[name]}" for name in versions)
+        print(f"Resumed with {changes}: from here on the bits may differ.")
+    if (changed := compare_summation_order(trained_with, facts, config.exact)) and not is_complete:
         counts = ", ".join(f"{facts[name]} {name} instead of {trained_with[name]}" for name in changed)
         print(f"Resumed with {counts}: from here on the bits may differ by rounding.")
     is_branch = path.parent != run.checkpoints

@@ -720,7 +720,7 @@ def test_prepare_syncs_files_before_renaming(tmp_path, monkeypatch):
     renamed = events.index((f"{tmp_path}/out.partial", f"{tmp_path}/out"))
     made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
     expected = {f"{tmp_path}/out.partial/{path}" for path in made} | {f"{tmp_path}/out.partial"}
-    temporary = re.compile(r"(tokenizer|metadata\.json)\.tmp")
+    temporary = re.compile(r"(tokenizer|metadata\.json)\.(\S*-\d+-\d+\.)?tmp")
     assert {temporary.sub(r"\1", event) for event in events[:renamed] if isinstance(event, str)} >= expected
     assert events[renamed + 1] == str(tmp_path)
 

@@ -394,7 +394,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
         checked_processes.clear()
         for mix in mixes:
             config = TrainConfig(data=DataConfig(source="text", mix=mix))
-            launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"))
+            launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"), "c0de")
 
     check({"/here/one": 2.0, "/here/two": 1.0}, {"/there/one": 2.0, "/there/two": 1.0})
     with pytest.raises(ConfigError, match=r"data.mix: \[3.0, 1.0\] in process 0, \[2.0, 1.0\] in process 1"):
@@ -404,7 +404,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
 def test_teacher_may_have_another_path_but_not_weights(checked_processes):
     def check(**teacher):
         config = TrainConfig(teacher=TeacherConfig(**teacher))
-        launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"))
+        launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"), "c0de")
 
     check(path="/here", hash="a")
     check(path="/there", hash="a")
@@ -415,8 +415,15 @@ def test_teacher_may_have_another_path_but_not_weights(checked_processes):
 @pytest.mark.parametrize("package", ["torch", "accelerate"])
 def test_different_versions_are_refused(checked_processes, monkeypatch, package):
     """Their bits would differ, or one would wait forever in a collective operation that the other lacks."""
-    launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"))
+    launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
     here = getattr(launch_checks, package).__version__
     monkeypatch.setattr(getattr(launch_checks, package), "__version__", "0.1")
     with pytest.raises(ConfigError, match=f"{package}: 0.1 in process 0, {re.escape(here)} in process 1"):
-        launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"))
+        launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
+
+
+def test_different_code_is_refused(checked_processes):
+    """Two machines with other copies of the repository would train a mixture of both, and the replicas stay equal."""
+    launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
+    with pytest.raises(ConfigError, match="code: 0ther in process 0, c0de in process 1"):
+        launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "0ther")

@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -123,6 +125,20 @@ def test_sighup_under_nohup(handled, outlives, runs):
         os.kill(pid, signal.SIGHUP)
     output = process.communicate(timeout=WAIT_SECONDS)[0]
     assert status(runs / "run")["state"] == ("finished" if outlives else "preempted"), output
+
+
+def test_run_stops_with_a_launcher_of_one_process(runs):
+    """`accelerate launch` for one process passes no signal on: a SIGTERM ends it, and the script would train on."""
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--num_processes", "1", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", ROOT / "train.py"]
+    words = [*command, *LONG, *ENDLESS, "--out_dir", runs, "--name", "run"]
+    process = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
+    wait_for_steps(lambda: process.poll() is None or print(process.communicate()[0]), runs / "run")
+    [script] = children(process.pid)
+    process.terminate()
+    wait_until(lambda: not psutil.pid_exists(script), lambda: True)
+    assert status(runs / "run")["state"] == "preempted" and status(runs / "run")["step"] >= 5
+    process.communicate()
 
 
 def test_second_training_in_a_directory_is_refused(runs):

@@ -39,6 +39,7 @@ from trainer.checkpoint.manifest import (
     InvalidCheckpoint,
     Manifest,
     newest_valid,
+    read_manifest,
     rotate,
     step_directory,
     validate,
@@ -421,3 +422,21 @@ def test_extended_constant_schedule_equals_fresh_run(runs):
     assert_same_bits(tensors(runs / "run", 4), extended)
     assert metrics(runs / "run")[-1]["train/loss"] == rows[-1]["train/loss"]
     assert (runs / "run.old-1" / "checkpoints" / "step-00000004" / MANIFEST).exists()
+
+
+EDITS = {"tokens": ("12", "13"), "skipped": ("0", "1"), "threads": ("1", "2"), "val/loss": ("1.5", "1.4")}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_one_changed_digit_of_a_manifest_is_found(name, tmp_path):
+    """Every fact decides something: what is resumed, which checkpoint is the best, which bits are expected."""
+    facts = {"config": {}, "mixed_precision": "no", "files": {}, "processes": 1, "shards": 1, "provenance": {}}
+    manifest = Manifest(step=1, tokens=12, skipped=(0, 0), metrics={"val/loss": 1.5}, threads=1, **facts)
+    manifest.write(tmp_path)
+    assert read_manifest(tmp_path) == manifest
+    before, after = EDITS[name]
+    text = (tmp_path / MANIFEST).read_text()
+    begin = text.index(f'"{name}"')
+    (tmp_path / MANIFEST).write_text(text[:begin] + text[begin:].replace(before, after, 1))
+    with pytest.raises(InvalidCheckpoint, match="its content does not match its digest"):
+        read_manifest(tmp_path)

@@ -44,6 +44,21 @@ def test_uncommitted_changes_restore_the_code(code, tmp_path):
     assert contents(code) == expected
 
 
+CONFIGURATIONS = ["diff.external=true", "color.ui=always", "diff.noprefix=true", "diff.mnemonicPrefix=true"]
+
+
+@pytest.mark.parametrize("code", ["."], indirect=True)
+@pytest.mark.parametrize("setting", [*CONFIGURATIONS, "diff.context=0"])
+def test_uncommitted_changes_apply_whatever_git_is_configured_to_print(setting, code):
+    git(code, "config", *setting.split("="))
+    (code / "loop.py").write_text("three\n\ntwo\n\n")
+    (code / "new.py").write_text("new\n")
+    expected, changes = contents(code), uncommitted_changes(code)
+    git(code, "stash", "--include-untracked")
+    git(code, "apply", "-", input=f"{changes}\n".encode())
+    assert contents(code) == expected
+
+
 @pytest.mark.parametrize("code", ["inner"], indirect=True)
 def test_uncommitted_changes_leave_out_the_outer_repository(code):
     (code.parent / "secrets.env").write_text("KEY=secret\n")
