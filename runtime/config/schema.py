@@ -200,7 +200,7 @@ class EvaluationConfig(Settings):
     """Validation loss, weight averaging and generated texts."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; the last step is evaluated too. 0: never evaluate."""
+    """Steps between evaluations. The initial model and the last step are evaluated too. 0: never evaluate."""
 
     num_samples: PositiveInt | None = 500
     """Largest number of sequences in the validation set. Every evaluation uses all of them. source text: sequences that
