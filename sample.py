@@ -62,7 +62,10 @@ def main(config: SampleConfig) -> None:
 
 
 def converse(loaded: LoadedModel, config: SampleConfig) -> None:
-    """Answer user messages, one per line; drop the oldest exchanges when the context is full."""
+    """Answer user messages, one per line; drop the oldest exchanges when the context is full.
+
+    The system message is never dropped, so a question that leaves no room for it and an answer is refused.
+    """
     assert loaded.tokenizer is not None, "main checks it"
     if loaded.tokenizer.chat_template is None:
         problem = f"the tokenizer of {config.run!r} has no chat template"
@@ -81,6 +84,9 @@ def converse(loaded: LoadedModel, config: SampleConfig) -> None:
         try:
             while len(tokens := template.prompt(system + history)) > room and len(history) > 2:
                 del history[:2]
+            if system and len(tokens) > room:
+                problem = f"prompt: {len(tokens)} tokens with the system message and the template"
+                raise ConfigError(f"{problem}, but a conversation has room for {room}; ask a shorter question")
             answer = generate_sample(loaded, "", tokens, turn, config, ends)
             history.append({"role": "assistant", "content": answer})
         except ConfigError as error:

@@ -20,6 +20,17 @@ SPLITS = ("train", "validation")
 REMEDY = "restore it, or remove the folder and prepare it again"
 
 
+def unreadable(file: Path, error: OSError) -> ConfigError:
+    """Return the message for a file that could not be read.
+
+    Only a file that is absent, or was read and is wrong, is damaged. One that exists may be intact: its permissions,
+    the memory or the network were at fault.
+    """
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return ConfigError(f"data: {file} is damaged: {error.strerror}; {REMEDY}")
+    return ConfigError(f"data: {file} cannot be read: {error.strerror or error}; the corpus may be intact")
+
+
 def content_hash(tokenizer_hash: str, hashes: dict[str, str]) -> str:
     """Hash the contents of a corpus: its tokenizer, and the SHA-256 of its files in order."""
     return blake2b(json.dumps([tokenizer_hash, hashes]).encode(), digest_size=16).hexdigest()
@@ -39,8 +50,10 @@ def read_metadata(folder: Path) -> dict:
     """
     try:
         metadata = parse_object((folder / "metadata.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise ConfigError(f"data: '{folder}' is not a corpus that data.prepare has completed: {error}") from None
+    except OSError as error:
+        raise unreadable(folder / "metadata.json", error) from None
 
     # Its content: file names, counts, and the digest over all of it.
     try:
@@ -60,10 +73,11 @@ def read_metadata(folder: Path) -> dict:
     # The lengths of the files. Reading their content would take minutes; `verify` does.
     for file, entry in files.items():
         try:
-            if (folder / file).stat().st_size != entry["bytes"]:
-                raise OSError(None, "its size has changed")
+            size = (folder / file).stat().st_size
         except OSError as error:
-            raise ConfigError(f"data: '{folder}' is damaged: {file}: {error.strerror}; {REMEDY}") from None
+            raise unreadable(folder / file, error) from None
+        if size != entry["bytes"]:
+            raise ConfigError(f"data: '{folder}' is damaged: {file}: its size has changed; {REMEDY}")
     return metadata
 
 
@@ -90,10 +104,15 @@ def open_columns(file: Path) -> list[list[pa.ListArray]]:
     Only their lengths are read, and checked, so that no use of their `values` and `offsets` reads beyond the file.
 
     Raises:
-        ConfigError: data.prepare did not write this file.
+        ConfigError: data.prepare did not write this file, or it cannot be read, for example because the limit of the
+            process on its memory (`ulimit -v`) is too low to map it.
     """
     try:
-        reader = pa.ipc.open_stream(pa.memory_map(str(file)))
+        content = pa.memory_map(str(file))
+    except OSError as error:
+        raise unreadable(file, error) from None
+    try:
+        reader = pa.ipc.open_stream(content)
         tokens = [{"input_ids": pa.list_(kind)} for kind in (pa.uint16(), pa.uint32())]
         masks = {}, {"assistant_masks": pa.list_(pa.uint8())}
         if reader.schema not in [pa.schema(ids | mask) for ids in tokens for mask in masks]:
@@ -118,8 +137,10 @@ def verify(folder: Path) -> int:
     files = read_metadata(folder)["files"]
     for file, entry in files.items():
         try:
-            if sha256(folder / file) != entry["sha256"]:
-                raise OSError(None, "it has another content than data.prepare wrote")
+            content = sha256(folder / file)
         except OSError as error:
-            raise ConfigError(f"data: '{folder}' is damaged: {file}: {error.strerror}; {REMEDY}") from None
+            raise unreadable(folder / file, error) from None
+        if content != entry["sha256"]:
+            problem = "it has another content than data.prepare wrote"
+            raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")
     return len(files)

@@ -36,8 +36,12 @@ LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|RANKID|SIZE|NRANKS)|MASTER_(ADDR|POR
 
 
 def env_flag(environment: Mapping[str, str], name: str) -> bool:
-    """Return a boolean environment variable of Accelerate; False if it is absent."""
-    return bool(str_to_bool(environment.get(name, "false")))
+    """Return a boolean variable of Accelerate, False if it is absent; raise ConfigError if it is neither."""
+    value = environment.get(name, "false")
+    try:
+        return bool(str_to_bool(value))
+    except ValueError:
+        raise ConfigError(f"{name}: {value!r} is neither true nor false; set it to one of them, or unset it") from None
 
 
 def uses_cpu(environment: Mapping[str, str]) -> bool:

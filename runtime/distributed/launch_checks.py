@@ -68,13 +68,19 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
     is_sharded = env_flag(environment, "ACCELERATE_USE_FSDP")
     for variable, supported, remedy in SUPPORTED + (WITH_FSDP if is_sharded else WITHOUT_FSDP):
         value = environment.get(variable, "1" if variable == "FSDP_VERSION" else supported[0])  # FSDP1 is the default
-        if value.lower() not in supported:
+        # Accelerate reads flags and backends in any case, but trains in float32 if the precision is "BF16".
+        if (value if variable == "ACCELERATE_MIXED_PRECISION" else value.lower()) not in supported:
             problems.append(f"{variable.lower().removeprefix('accelerate_')}: {value} is not supported; {remedy}")
     if environment.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         if uses_cpu(environment):
             problems.append("mixed_precision: fp16 needs a GPU, and this run trains on the CPU; use bf16 or no")
         if config.on_nonfinite != "skip":
             problems.append("mixed_precision: fp16 skips updates whose gradients overflow; set on_nonfinite: skip")
+    if (device := environment.get(TORCH_DEVICE, "cuda")) not in ("cuda", "mps"):
+        problems.append(
+            f"{TORCH_DEVICE}: {device} is not supported; unset it, and choose GPUs by CUDA_VISIBLE_DEVICES, or the CPU "
+            "by ACCELERATE_USE_CPU=true"
+        )
     if is_sharded and config.exact:
         problems.append("exact: true sums whole gradients, which FSDP shards; use distributed_type: MULTI_GPU")
     if config.cuda_graph and (env_flag(environment, "ACCELERATE_USE_CPU") or not torch.cuda.is_available()):

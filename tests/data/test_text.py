@@ -12,6 +12,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from hashlib import blake2b, sha256
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -526,15 +527,6 @@ def test_check_names_changed_file(corpus, split, capsys, monkeypatch):
     assert f"{split}/{file.name}: it has another content than data.prepare wrote" in capsys.readouterr().err
 
 
-def test_check_reports_unreadable_file(corpus, monkeypatch):
-    def broken(*arguments):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("data.integrity.sha256", broken)
-    with pytest.raises(ConfigError, match="arrow: Input/output error"):
-        verify(corpus)
-
-
 @pytest.mark.slow
 def test_reading_a_corpus_does_not_import_pandas(corpus):
     """pyarrow imports pandas for many of its calls, which costs each process half a second and 35 MB."""
@@ -745,3 +737,30 @@ def test_shakespeare_cpu_recipe_reaches_its_loss(tmp_path, runs):
     last = metrics(runs / "run")[-1]
     assert last["val/loss"] < 1.88 and last["train/tokens"] <= 2000 * 12 * 64 / 2
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2), rel=1e-3)
+
+
+def test_file_that_cannot_be_read_is_not_called_damaged(corpus, monkeypatch):
+    """Only a file that is absent or was read and is wrong is damaged: the remedy would remove an intact corpus."""
+    file = find_file(corpus)
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def out_of_memory(*arguments, **options):
+        raise OSError("Memory mapping file failed: Cannot allocate memory")  # as Arrow does under `ulimit -v`
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.integrity.sha256", refuse)
+        with pytest.raises(ConfigError, match=f"{file} cannot be read: Input/output error; the corpus may be intact"):
+            verify(corpus)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.integrity.pa.memory_map", out_of_memory)
+        with pytest.raises(ConfigError, match="cannot be read: .*Cannot allocate memory; the corpus may be intact"):
+            open_split(corpus)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(ConfigError, match="metadata.json cannot be read: Input/output error"):
+            TextCorpus(str(corpus))
+    file.unlink()
+    with pytest.raises(ConfigError, match=f"{file} is damaged: No such file or directory; restore it, or"):
+        TextCorpus(str(corpus))

@@ -37,9 +37,9 @@ def resolve(baseline: str) -> int:
     model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
     """
     # The checks are those of the baseline; what they import is of the variant.
-    checks = ModuleType("checks")
-    checks.__path__ = [str(Path(baseline, "checks"))]
-    sys.modules["checks"] = checks
+    checks = ModuleType("trainer.checks")
+    checks.__path__ = [str(Path(baseline, "trainer", "checks"))]
+    sys.modules["trainer.checks"] = checks
 
     from runtime.config.errors import ConfigError
 

@@ -976,6 +976,10 @@ def test_chat_keeps_system_message_first(runs, seen, monkeypatch, capsys):
     for tokens in map(tokenizer.decode, seen):
         assert tokens.startswith("<|im_start|>system\nüber<|im_end|>\n<|im_start|>user\nline")
     assert "line 0" not in tokenizer.decode(seen[-1]) and len(seen[-1]) <= 98
+    # A question that leaves no room for the answer would push the system message out of the context.
+    with pytest.raises(ConfigError, match=r"prompt: \d+ tokens with the system .* has room for 98; ask a shorter"):
+        question = "the cat's " * 40
+        sample.main(SampleConfig(run=str(runs / "run"), chat=True, prompt=question, max_new_tokens=30, system="über"))
 
 
 def test_chat_refuses_unusable_system_message(runs, monkeypatch, capsys):

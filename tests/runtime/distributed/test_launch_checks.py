@@ -90,6 +90,13 @@ def test_one_requested_process_is_accepted(flags):
     assert problems(*flags) == ""
 
 
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"])
+def test_flag_that_is_neither_true_nor_false_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}: 'maybe' is neither true nor false; set it to one of them"):
+        launch_checks.launch_problems({name: "maybe"}, TrainConfig())
+    assert launch_checks.launch_problems({name: "NO"}, TrainConfig()) == []
+
+
 def test_incomplete_environment_is_refused():
     environment = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "10.0.0.1"}
     (message,) = launch_checks.launch_problems(environment, TrainConfig())
@@ -106,6 +113,8 @@ def test_incomplete_environment_is_refused():
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["use_deepspeed: true is not supported", "FSDP"]),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ["use_megatron_lm: true is not supported", "FSDP"]),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, ["mixed_precision: fp8", "bf16"]),
+        ({"ACCELERATE_MIXED_PRECISION": "BF16"}, ["mixed_precision: BF16 is not supported", "use bf16"]),
+        ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, ["ACCELERATE_TORCH_DEVICE: cuda:1", "CUDA_VISIBLE_DEVICES"]),
     ],
     ids=lambda value: next(iter(value)),
 )

@@ -1,6 +1,9 @@
 """Variants: what their digest covers, what they cost, and longer and larger ones."""
 
+import io
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -202,3 +205,12 @@ def test_scale_steps_keeps_schedules_valid(changes):
         assert scaled["steps"] == max(1, round(factor * variant.settings["steps"]))
         assert scaled["schedule.warmup_steps"] + (scaled["schedule.decay_steps"] or 0) <= scaled["steps"], scaled
         assert (scaled.get("schedule.batch_warmup_steps") or 0) <= scaled["steps"]
+
+
+def test_checks_are_those_of_the_baseline(monkeypatch):
+    """A variant cannot change the checks that it must pass."""
+    monkeypatch.setitem(sys.modules, "trainer.checks", None)  # is restored afterwards
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert variant_program.resolve(str(ROOT)) == 0
+    (folder,) = sys.modules["trainer.checks"].__path__
+    assert (Path(folder) / "verification.py").samefile(ROOT / "trainer" / "checks" / "verification.py")
