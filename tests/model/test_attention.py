@@ -84,6 +84,17 @@ def test_attention_stays_within_documents_if_row_starts_inside_document():
     torch.testing.assert_close(network(tokens, position_ids=position_ids)[0], separate, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("lengths", [[5, 6], [11]], ids=str)
+def test_rows_of_a_batch_may_have_different_documents(lengths):
+    """One row that is a single document does not make the mask of the other rows superfluous."""
+    network, tokens = make_lively_model(), make_tokens()
+    rows = [torch.arange(11), torch.arange(11), torch.cat([torch.arange(length) for length in lengths])]
+    separate = [network(tokens[[i]], position_ids=row[None])[0] for i, row in enumerate(rows)]
+    together = network(tokens, position_ids=torch.stack(rows))[0]
+    torch.testing.assert_close(together, torch.cat(separate), rtol=1e-6, atol=1e-6)
+    assert (document_ids(torch.stack(rows)) is None) == (len(lengths) == 1)
+
+
 def test_window_of_all_positions_changes_nothing():
     network, tokens = make_lively_model(), make_tokens()
     full = network(tokens)[0]

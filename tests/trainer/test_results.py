@@ -22,19 +22,24 @@ def send(results, *outputs, num_targets=12, grad_norm=1.0, stop=False, step=1):
     results.add_grad_norm(torch.tensor(grad_norm))
 
 
-def test_nan_loss_names_process_and_replay(monkeypatch):
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.inf], [1.0, 1.0]], ids=str)
+def test_nan_loss_names_process_and_replay(rank, losses, monkeypatch):
+    """Each of three processes has two micro-batches; without a bad loss any of them may have a bad gradient."""
+
     def all_gather(rows, row, async_op):
-        rows[0].zero_()
-        rows[1].copy_(row)
+        for other, buffer in enumerate(rows):
+            buffer.copy_(row) if other == rank else buffer.zero_()
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr("trainer.results.dist.all_gather", all_gather)
-    results = Results(1, 2, CPU, run_directory=Path("my runs/a"))
-    send(results, 1.0, math.nan, grad_norm=math.nan, step=3)
-    with pytest.raises(
-        NonFiniteError, match=r"^step 3: loss = nan, .* in micro-batches of process\(es\) \[1\];"
-    ) as stopped:
+    results = Results(rank, 3, CPU, run_directory=Path("my runs/a"))
+    send(results, *losses, grad_norm=0.0, step=3)
+    results._pending[-1].rows[0, 1] = math.nan  # the norm is read from process 0
+    suspects = [0, 1, 2] if losses == [1.0, 1.0] else [rank]
+    with pytest.raises(NonFiniteError, match=r"^step 3: loss = ") as stopped:
         results.current()
+    assert f" in micro-batches of process(es) {suspects};" in str(stopped.value)
     assert str(stopped.value).endswith("python -m tools.replay 'my runs/a' 3"), "quoted for a shell"
 
 

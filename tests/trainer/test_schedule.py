@@ -7,11 +7,11 @@ import torch
 
 from model.config import GPTConfig
 from model.gpt import GPTModel
-from runtime.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from runtime.config.schema import CheckpointConfig, OptimizerConfig, ScheduleConfig, TrackingConfig, TrainConfig
 from tests.conftest import TINY_STORIES, environment, metrics, train
 from tests.support import forked
 from trainer.optimizer import apply_schedules, build_optimizer
-from trainer.schedule import SCHEDULES, lr_scale, scheduled_value
+from trainer.schedule import SCHEDULES, due_after, is_due, lr_scale, scheduled_value
 
 
 def scales(steps=100, **settings):
@@ -41,6 +41,24 @@ def test_falls_to_the_minimum_and_never_below(name):
     assert curve[9:] == sorted(curve[9:], reverse=True)
     assert 0.1 < curve[-1] < 0.15
     assert lr_scale(ScheduleConfig(name=name, min_lr_ratio=0.1), 100, 100) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(0, []), (1, [*range(8)]), (3, [0, 3, 6, 7]), (6, [0, 6, 7]), (7, [7]), (100, [7])]
+)
+def test_actions_follow_every_nth_and_the_last_step(every, due):
+    config = TrainConfig(steps=7, check_replicas_every=every, tracking=TrackingConfig(log_every=max(1, every)))
+    assert [step for step in range(8) if is_due(every, config, step)] == due
+    assert [step for step in range(8) if due_after(step, config).compare] == due
+    assert [step for step in range(8) if due_after(step, config).log] == (due or [*range(8)])
+
+
+def test_stop_after_saves_unless_the_run_is_complete():
+    for stop_after, expected in ((4, [4]), (7, []), (9, [])):
+        config = TrainConfig(steps=7, stop_after=stop_after, checkpoint=CheckpointConfig(every=100))
+        due = [due_after(step, config) for step in range(8)]
+        assert [step for step in range(8) if due[step].stop] == expected
+        assert [step for step in range(8) if due[step].save] == [*expected, 7]
 
 
 def test_warm_up_may_fill_the_run():

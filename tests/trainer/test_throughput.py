@@ -1,10 +1,14 @@
 """Logged throughput and memory are those of this device."""
 
+import json
+
 import psutil
 import pytest
 import torch
 
 from data.sampler import BatchSizes, TokenCount
+from tests.conftest import TINY_STORIES, environment
+from tests.support import forked
 from trainer import throughput
 from trainer.throughput import Throughput, peak_bf16_flops, peak_memory_bytes
 
@@ -54,3 +58,31 @@ def test_time_left_includes_evaluations_and_growing_batches(monkeypatch):
     assert meter.seconds_left(4, 10) == 16 / 80 * 240, "16 seconds for 80 tokens; 240 tokens are left"
     meter.restart(4)
     assert meter.seconds_left(9, 10) == 26 / 280 * 40
+
+
+# A clock that only training steps (1 s), evaluations and saves (1000 s) advance.
+CLOCK = """
+import train
+from runtime.cli import scripts
+from trainer import throughput
+seconds = 0.0
+def passes(duration, function):
+    def timed(*arguments, **options):
+        global seconds
+        seconds += duration
+        return function(*arguments, **options)
+    return timed
+throughput.time.perf_counter = lambda: seconds
+train.train_step, train.evaluate = passes(1, train.train_step), passes(1000, train.evaluate)
+train.Saver.save = passes(1000, train.Saver.save)
+scripts.run_and_exit("train")
+"""
+
+
+def test_throughput_excludes_evaluations_and_saves(runs):
+    arguments = "--steps 7 --tracking.log_every 1 --evaluation.every 2 --checkpoint.every 3 --name run --out_dir"
+    done = forked.run("-c", [CLOCK, *TINY_STORIES, *arguments.split(), str(runs)], 0, environment())
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    tokens = rows[0]["train/tokens"]
+    assert [row["perf/tokens_per_second"] for row in rows] == 7 * [tokens]

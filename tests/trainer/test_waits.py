@@ -71,6 +71,21 @@ def test_hanging_save_ends_the_run(asynchronous, runs):
     assert status(runs / "run")["state"] == "failed" and str(runs) in status(runs / "run")["reason"]
 
 
+PRINTS_LIMIT = IN_A_FORK.format("""
+def loader(*_, timeout, **__):
+    raise SystemExit(f"the loader waits {timeout} s")
+import data.loader
+data.loader.DataLoader = loader
+""")
+
+
+def test_loader_gives_up_before_the_collectives(runs):
+    """The process whose data hang names them; if all waited equally long, another might say that it lost this one."""
+    arguments = [*TINY_STORIES, *"--timeout_seconds 30 --data.num_workers 1 --name run --out_dir".split(), str(runs)]
+    done = forked.run("-c", [PRINTS_LIMIT, *arguments], 0, environment())
+    assert "the loader waits 15.0 s" in done.stderr
+
+
 HANGING_WANDB = """
 import time
 class Settings:

@@ -293,6 +293,29 @@ def test_checkpoint_is_saved_where_the_free_space_is_unknown(tmp_path, monkeypat
     assert remaining_steps(tmp_path) == [1]
 
 
+def test_checkpoint_is_on_disk_before_it_is_visible(tmp_path, monkeypatch):
+    """After a power failure a file that was not flushed may be empty, and a name that was not flushed may be gone."""
+    flushed, fsync, rename = [], os.fsync, os.rename
+
+    def record_fsync(descriptor):
+        flushed.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check_rename(source, target):
+        paths = [source, *Path(source).iterdir()]
+        assert all(path.stat().st_ino in flushed for path in paths) and len(paths) == 3
+        flushed.clear()
+        rename(source, target)
+
+    monkeypatch.delattr("runtime.files.fcntl.F_FULLFSYNC", raising=False)  # macOS
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", check_rename)
+    saver = Saver(tmp_path, TrainConfig(), Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
+    saver.save(1, train_state(*build_trained(0, steps=1)), {})
+    saver.wait()
+    assert remaining_steps(tmp_path) == [1] and flushed == [tmp_path.stat().st_ino]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 def test_background_thread_has_lowest_priority(tmp_path):
     def priority() -> int:
@@ -338,15 +361,16 @@ def test_rotate_keeps_newest_and_best(tmp_path):
         write_checkpoint(tmp_path, step, loss)
     (tmp_path / "step-00000006").mkdir()  # damaged; the newest valid checkpoint is step 5
     (tmp_path / "step-00000006" / MANIFEST).write_text('{"metrics": {}}')
+    (write_checkpoint(tmp_path, 7, 0.5) / "a.safetensors").write_bytes(b"damaged")
     rotate(tmp_path, 5, CheckpointConfig(keep=2))
-    assert remaining_steps(tmp_path) == [2, 4, 5, 6]
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6, 7], "step 7 counts neither among the newest nor as the best"
     rotate(tmp_path, 5, CheckpointConfig(keep=1, keep_every=4))
-    assert remaining_steps(tmp_path) == [2, 4, 5, 6], "keep_every keeps step 4"
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6, 7], "keep_every keeps step 4"
     flip = tmp_path / "step-00000005" / "a.safetensors"
     flip.write_bytes(b"damaged")
     with pytest.raises(InvalidCheckpoint):
         rotate(tmp_path, 5, CheckpointConfig(keep=1))
-    assert remaining_steps(tmp_path) == [2, 4, 5, 6]
+    assert remaining_steps(tmp_path) == [2, 4, 5, 6, 7]
 
 
 def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
