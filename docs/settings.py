@@ -32,8 +32,9 @@ python train.py --config configs/stories.yaml --optimizer.lr 2e-3 --print_config
   this page.
 - In a file, a section is a key: `optimizer: {lr: 0.002}` is the same as `--optimizer.lr 2e-3`.
 - `null` means that there is no value, or that the run fills it in. The text of the setting says which.
-- Some settings apply only with a value of another setting. Their text begins with it: "source text:" applies with
-  `--data.source text`.
+- Some settings have no effect with some values of another setting, which stand after "no effect with". On the
+  command line, such a setting is refused. One of a file, which the command line or a later file makes useless, is left
+  out, and a line says so.
 
 A misspelt name or a wrong value ends the command before anything is written. If there is a setting with a similar name,
 the message says so. A run stores the values that it uses in its `config.yaml`, which you can give to `--config`.

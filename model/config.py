@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 from pydantic import BeforeValidator, PositiveFloat
 
-from model.settings import PositiveInt, Settings
+from model.settings import PositiveInt, Settings, Unused
 
 
 def current_mlp_name(name: Any) -> Any:
@@ -47,8 +47,8 @@ class GPTConfig(Settings):
     head_dim: PositiveInt | None = None
     """Width of one attention head. null: d_model / n_heads."""
 
-    rope_theta: PositiveFloat = 10000.0
-    """position rope: base of the wavelengths of the rotary positions, 2 pi rope_theta^(2 i / head_dim) tokens."""
+    rope_theta: Annotated[PositiveFloat, Unused("model.position", "learned")] = 10000.0
+    """Base of the wavelengths of the rotary positions, 2 pi rope_theta^(2 i / head_dim) tokens."""
 
     norm_eps: PositiveFloat = 1e-5
     """Constant added to the variance (layernorm) or the mean square (rmsnorm) before the square root."""
@@ -61,7 +61,7 @@ class GPTConfig(Settings):
     """Sliding-window attention: number of positions that a query attends to, its own and the window - 1 before it
     (Jiang et al. 2023, arXiv:2310.06825). At most max_position_embeddings. null: no window."""
 
-    window_pattern: str = "SSL"
+    window_pattern: Annotated[str, Unused("model.window", None)] = "SSL"
     """Which layers have the window: letters that are assigned to the layers in rotation. An S (short) layer has the
     window, and an L (long) layer attends to all earlier positions. The last layer is always long, as with nanochat's
     --window-pattern. SL alternates, as in Gemma 2 (arXiv:2408.00118)."""

@@ -1,5 +1,6 @@
 """The base class of all settings. It is in model/ because model/ imports no other package of this repository."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import pydantic
@@ -9,6 +10,23 @@ from pydantic import BaseModel, ConfigDict
 # Integers reach torch and NumPy as int64.
 PositiveInt = Annotated[pydantic.PositiveInt, Lt(2**63)]
 NonNegativeInt = Annotated[pydantic.NonNegativeInt, Lt(2**63)]
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Metadata of a setting: it has no effect if the setting `name` has one of the `values`.
+
+    For example `zipf: Annotated[float, Unused("data.facts", 0)]`. `unused_settings` in runtime/config/unused.py finds
+    the settings that a user gave in vain. The values without effect are named, not the others, so that a value that a
+    fork adds, such as a new source of data, may use any setting.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+
+    def __init__(self, name: str, *values: Any):
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "values", values)
 
 
 class Settings(BaseModel):

@@ -88,7 +88,7 @@ def run_script(
     is_log = False
     try:
         if settings is None:
-            config = parse_config(args, num_processes(), program)
+            config = parse_config(args, num_processes(), program, notify=print_notice)
         elif isinstance(settings, type):
             config = parse_tool(settings, program, args)
         else:
@@ -107,6 +107,12 @@ def run_script(
         return 0
     print(f"{program}: error: the output cannot be written: {failure.strerror}", file=sys.stderr)
     return 1
+
+
+def print_notice(notice: str) -> None:
+    """Print a line to stderr, once for all processes."""
+    if is_main_process():
+        print(notice, file=sys.stderr, flush=True)
 
 
 def report(error: BaseException, program: str) -> int:

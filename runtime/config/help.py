@@ -4,12 +4,14 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator
 from inspect import cleandoc
+from shutil import get_terminal_size
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from annotated_types import MinLen
 from pydantic.fields import FieldInfo
 
-from model.settings import Settings
+from model.settings import Settings, Unused
 
 # Metadata of the settings of a tool, as in `runs: Annotated[list[str], POSITIONAL]`. POSITIONAL: an argument without
 # `--`; a list takes one or more. PASSED_ON: all arguments that are not options of the tool, passed on to train.py.
@@ -53,6 +55,8 @@ def describe(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return f"a mapping of {describe(arguments[0])} to {describe(arguments[1])}"
     if annotation in (int, float):
         return _describe_number("integer" if annotation is int else "number", metadata)
+    if annotation is str and any(isinstance(item, MinLen) for item in metadata):
+        return "a non-empty string"
     return {str: "a string", bool: "true or false", NoneType: "null"}.get(annotation, str(annotation))
 
 
@@ -78,7 +82,7 @@ def show(value: Any) -> str:
         return f"{{{', '.join(f'{show(key)}: {show(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return str(value)
+    return str(value) or "''"
 
 
 def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[str, Any]) -> dict[str, str]:
@@ -106,17 +110,23 @@ def explain(errors: Iterable[Any], fields: dict[str, FieldInfo], values: dict[st
 
 def values_of(field: FieldInfo) -> str:
     """Describe the values and the default of a setting, such as "a positive integer; default 10"."""
-    values = describe(field.annotation, field.metadata)
-    return values if field.is_required() else f"{values}; default {show(field.default)}"
+    words = [describe(field.annotation, field.metadata)]
+    if not field.is_required():
+        words.append(f"default {show(field.default)}")
+    for rule in field.metadata:
+        if isinstance(rule, Unused):
+            words.append(f"no effect with {rule.name}: {' or '.join(map(show, rule.values))}")
+    return "; ".join(words)
 
 
 def print_help(kind: type[Settings], usage: str, intro: str) -> None:
     """Print the usage, and every setting with its description, values and default."""
-    print(f"usage: {usage}\n\n{textwrap.fill(cleandoc(intro), 100)}\n")
+    width = min(get_terminal_size((100, 24)).columns, 100)
+    print(f"usage: {usage}\n\n{textwrap.fill(cleandoc(intro), width)}\n")
     for name, field in all_fields(kind):
         if section := section_class(field):
-            print(f"\n{name}: {section.__doc__}\n")
+            print(f"\n{textwrap.fill(f'{name}: {section.__doc__}', width)}\n")
             continue
         name = name if is_argument(field) else f"--{name}"
         text = f"{' '.join((field.description or '').split())} ({values_of(field)})"
-        print(f"  {name}\n{textwrap.fill(text, 100, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}")
+        print(f"  {name}\n{textwrap.fill(text, width, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}")

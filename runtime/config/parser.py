@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from operator import getitem
@@ -16,10 +16,52 @@ from model.settings import Settings
 from runtime.config.errors import ConfigError
 from runtime.config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
 from runtime.config.paths import expand_user_path
+from runtime.config.unused import unused_settings
 from runtime.config.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from runtime.config.schema import TrainConfig
+
+# Names of other programs for settings of this one, for the message that refuses them.
+FAMILIAR_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "min_lr": "schedule.min_lr_ratio",
+    "warmup_iters": "schedule.warmup_steps",
+    "lr_scheduler_type": "schedule.name",
+    "max_grad_norm": "optimizer.grad_clip",
+    "beta1": "optimizer.betas",
+    "beta2": "optimizer.betas",
+    "batch_size": "micro_batch_size (of one process) or global_batch_size (of a step)",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "block_size": "seq_len",
+    "max_seq_len": "seq_len",
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "num_iterations": "steps",
+    "n_layer": "model.n_layers",
+    "n_head": "model.n_heads",
+    "n_embd": "model.d_model",
+    "depth": "model.n_layers",
+    "hidden_size": "model.d_model",
+    "output_dir": "out_dir",
+    "run": "name",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_interval": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "log_interval": "tracking.log_every",
+    "logging_steps": "tracking.log_every",
+    "report_to": "tracking.tracker",
+    "dataset": "data.path",
+    "gradient_checkpointing": "activation_checkpointing",
+    "resume_from_checkpoint": "resume",
+    "mixed_precision": "accelerate launch --mixed_precision",
+    "dtype": "accelerate launch --mixed_precision",
+    "bf16": "accelerate launch --mixed_precision bf16",
+    "fp16": "accelerate launch --mixed_precision fp16",
+    "device": "accelerate launch --cpu, or CUDA_VISIBLE_DEVICES",
+}
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "stories.yaml"
 
@@ -29,6 +71,7 @@ def parse_config(
     num_processes: int = 1,
     program: str = "train.py",
     purpose: str = "Trains a mini-GPT.",
+    notify: Callable[[str], None] = lambda notice: None,
 ) -> "TrainConfig":
     """Parse `[--config FILE]... [--section.setting VALUE]...`, where later settings override earlier ones.
 
@@ -40,9 +83,12 @@ def parse_config(
         num_processes: the number of training processes, which must be able to split the global batch.
         program: the name of the program in `--help`.
         purpose: a sentence about the program in `--help`.
+        notify: called with a line for each config file of which settings were left out, because others made them
+            useless.
 
     Raises:
-        ConfigError: all wrong values together or, if there are none, all settings that contradict each other.
+        ConfigError: all wrong values together or, if there are none, all settings that contradict each other or have no
+            effect.
     """
     from runtime.config.schema import TrainConfig  # slow to build, and other programs need not
 
@@ -58,7 +104,8 @@ def parse_config(
         )
         raise SystemExit(0)
     for word in words:
-        given.report(word, f"{word}: not an option; settings are given as --section.setting VALUE")
+        form = f"--config {word}" if Path(word).suffix in (".yaml", ".yml") else "--section.setting VALUE"
+        given.report(word, f"{word}: not an option; settings are given as {form}")
     files = [value for name, value in options if name == "config"] or [str(DEFAULT_CONFIG)]
     if "config" not in names:
         given.read_file(files[0])
@@ -70,11 +117,19 @@ def parse_config(
             given.read_file(value)
         elif name != "print_config":
             given.read_option(name, value)
+    for notice in given.leave_out_unused(given.validate()):
+        notify(notice)
     config = given.validate()
     named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
-    if problems := named.problems(num_processes, has_model=config.init_from is None):
+    has_model = config.init_from is None
+    unused = [given.sources.get(setting.name, "") + setting.problem for setting in unused_settings(config, has_model)]
+    if problems := unused + named.problems(num_processes, has_model):
         raise ConfigError("\n".join(problems))
     if "print_config" in names:
+        # Null settings stay null, so that another number of processes and another corpus can use the file, too.
+        filled_in = {"name": named.name, "global_batch_size": config.micro_batch_size * num_processes}
+        if nulls := [f"{name}: {value}" for name, value in filled_in.items() if config.flat()[name] is None]:
+            print(f"# A run on {num_processes} process(es) fills in {', '.join(nulls)}. --help explains other nulls.")
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
         raise SystemExit(0)
     return named
@@ -142,7 +197,9 @@ class _Given:
             value_follows = bool(remaining) and (not remaining[0].startswith("--") or " " in remaining[0])
             if is_flag and has_arguments:  # as in `--chat RUN`
                 value_follows = remaining[:1] in (["true"], ["false"])
-            if word in ("-h", "--help"):
+            if name in ("help", "print_config") and has_value:
+                self.report(word, f"{word}: --{name} takes no value; leave it out to train")
+            elif word in ("-h", "--help"):
                 options.append(("help", ""))
             elif not word.startswith("--") or (keeps_unknown and name not in self.fields):
                 others.append(word)
@@ -200,6 +257,25 @@ class _Given:
             raise ConfigError("\n".join(self.problems.values()))
         return settings
 
+    def leave_out_unused(self, config: "TrainConfig") -> list[str]:
+        """Leave out settings of a config file that a setting from elsewhere has made useless, and say so in a line.
+
+        So a config file for stories serves as one for text, too. A setting that the same file or the command line makes
+        useless stays, and is refused.
+        """
+        left_out: dict[str, list[str]] = {}
+        while unused := [
+            setting
+            for setting in unused_settings(config, has_model=config.init_from is None)
+            if (source := self.sources.get(setting.name)) and self.sources.get(setting.because, source) != source
+        ]:
+            for setting in unused:
+                left_out.setdefault(self.sources[setting.name], []).append(f"{setting.name} ({setting.reason})")
+                self.sources[setting.name] = ""  # so that settings that need this one are left out, too
+                self.values.pop(setting.name, None)
+            config = self.validate()
+        return [f"{source}left out, because it has no effect: {', '.join(names)}" for source, names in left_out.items()]
+
     def _set(self, settings: dict[str, Any], source: str = "") -> None:
         seen = set()
         for name, value in self._flatten(settings):
@@ -207,7 +283,8 @@ class _Given:
                 self.report(name, f"{source}{name} is set twice")
             elif name not in self.fields:
                 in_section = [other for other in self.fields if other.endswith(f".{name}")]
-                nearest = in_section or get_close_matches(name, self.fields, n=1, cutoff=0.8)
+                familiar = [FAMILIAR_NAMES[name]] if name in FAMILIAR_NAMES and "optimizer.lr" in self.fields else []
+                nearest = in_section or familiar or get_close_matches(name, self.fields, n=1, cutoff=0.8)
                 remedy = f"did you mean {nearest[0]}? " if nearest else ""
                 self.report(name, f"{source}{name} is not a setting; {remedy}--help lists all")
             elif section_class(self.fields[name]):

@@ -588,8 +588,8 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
         (["--data.path", "x", "--data.mix", '{"y": 1}'], ["data.path", "data.mix"]),
         (["--data.mix", '{"y": -1}'], ["data.mix"]),
         (["--data.source", "stories"], ["evaluation.num_samples", "null"]),
-        (["--data.source", "stories", "--data.packing", "padded"], ["data.packing", "padded", "stories", "text"]),
-        (["--data.source", "random", "--data.path", "x"], ["data.path", "x", "random", "text"]),
+        (["--data.source", "stories", "--data.packing", "padded"], ["data.packing: padded has no effect", "stories"]),
+        (["--data.source", "random", "--data.path", "x"], ["data.path: x has no effect", "random"]),
     ],
 )
 def test_inconsistent_data_settings_are_refused(folder, arguments, named):

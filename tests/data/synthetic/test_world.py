@@ -252,7 +252,7 @@ def test_run_reports_kinds_and_refuses_changed_world(runs):
         (["--data.facts", 65537], "data.facts: 65537 must be an integer of at least 0 and at most 65536"),
         (
             ["--data.facts", 5, "--data.source", "random", "--model.vocab_size", 9],
-            "data.facts: 5 is for data.source: sto",
+            "data.facts: 5 has no effect with dat",
         ),
     ],
 )

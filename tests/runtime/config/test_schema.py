@@ -8,8 +8,10 @@ from pydantic import field_validator
 
 from model.settings import Settings
 from runtime.config.errors import ConfigError
-from runtime.config.parser import parse_config, parse_tool
-from runtime.config.schema import DataConfig
+from runtime.config.help import all_fields
+from runtime.config.parser import FAMILIAR_NAMES, parse_config, parse_tool
+from runtime.config.schema import DataConfig, TrainConfig
+from runtime.config.unused import unused_settings
 from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
 
 RANDOM_TOKENS = ["--config", str(ROOT / "configs" / "random_tokens.yaml")]
@@ -149,7 +151,11 @@ def test_every_setting_is_documented(capsys):
         (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
         (["--name", "a/b"], ["name", "a/b", "out_dir"]),
         (["--name", ".."], ["name", "..", "out_dir"]),
-        (["--name", ""], ["name", "''", "out_dir"]),
+        (["--name", ""], ["name: '' must be a non-empty string"]),
+        (["--out_dir="], ["out_dir: '' must be a non-empty string"]),
+        (["--help=false"], ["--help=false: --help takes no value"]),
+        (["configs/lab.yaml"], ["not an option", "--config configs/lab.yaml"]),
+        (["--learning_rate", "1"], ["learning_rate is not a setting; did you mean optimizer.lr?"]),
         (["--config", "seed: 7"], ["config", "seed: 7", "No such file"]),
         (["--name", "~"], ["name", "'~'"]),
         (["--name", "a\nb"], ["name", "printed"]),
@@ -203,8 +209,10 @@ def test_forked_data_source_may_be_evaluated_on_all_its_samples():
 
 def test_forked_data_source_may_use_path_settings():
     files = {"path": "a.csv", "hash": "0123", "packing": "isolated"}
-    assert DataConfig.model_construct(source="csv", **files).problems() == []
-    assert [problem.partition(":")[0] for problem in DataConfig(**files).problems()] == [f"data.{n}" for n in files]
+    config = TrainConfig(data=DataConfig(**files))
+    assert [setting.name for setting in unused_settings(config)] == [f"data.{n}" for n in ("path", "packing", "hash")]
+    config = config.model_copy(update={"data": DataConfig.model_construct(source="csv", **files)})
+    assert list(unused_settings(config)) == []
 
 
 def test_wrong_values_are_reported_together(tmp_path):
@@ -310,3 +318,18 @@ def test_unsupported_launch_file_is_refused_in_one_message(tmp_path, runs):
 def test_help_needs_no_model_or_device():
     done = subprocess.run(train_command("--help"), cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "--model.n_layers" in done.stdout
+
+
+def test_familiar_names_lead_to_settings():
+    fields = dict(all_fields(TrainConfig))
+    for name, setting in FAMILIAR_NAMES.items():
+        assert name not in fields
+        assert setting.split()[0] in fields or setting.startswith("accelerate launch --"), name
+
+
+def test_help_fits_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: train.py") and max(map(len, lines[1:])) <= 80

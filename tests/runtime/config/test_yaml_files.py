@@ -97,6 +97,7 @@ def test_stored_config_is_read_back_unchanged(seed, tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings_to_store(config), sort_keys=False))
     monkeypatch.setattr(TrainConfig, "problems", lambda *_, **__: [])
+    monkeypatch.setattr("runtime.config.parser.unused_settings", lambda *_, **__: [])
     assert parse_config(["--config", str(file)]) == config
     assert read_settings(file) == config.flat()
 

@@ -24,7 +24,7 @@ SETTINGS |= {"model.max_position_embeddings": 256, "evaluation.every": 12, "data
 TEST_SEED = 12345
 # Code that does what the setting model.trick says, before a line of a file.
 TRICKS = {
-    "model/config.py": ('    window_pattern: str = "SSL"', '    trick: str = "none"\n    """A trick."""\n\n'),
+    "model/config.py": ("    window_pattern: Annotated[str, ", '    trick: str = "none"\n    """A trick."""\n\n'),
     "data/sampler.py": (
         """        _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
         return indices

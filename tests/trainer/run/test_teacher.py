@@ -137,7 +137,7 @@ def test_replaced_or_missing_teacher_is_refused(made):
         "--model.vocab_size 301": "model.vocab_size: 301, but 300 in the teacher .*; set it to the latter",
         "--seq_len 129 --model.max_position_embeddings 200": "seq_len: 129 is longer than the 128 positions of",
         "--teacher.hash abc": "teacher.hash: abc, but the weights of .* have the hash .*; set teacher.hash to the",
-        "--teacher.path null": "teacher.weight: 0.75 needs a teacher; set teacher.path\nteacher.temperature: 2.0",
+        "--teacher.path null": "teacher.weight: 0.75 has no effect with teacher.path: null; .*\nteacher.temp",
     }.items(),
 )  # fmt: skip
 def test_settings_that_contradict_teacher_are_refused(settings, message, made):

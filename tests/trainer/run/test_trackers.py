@@ -244,7 +244,7 @@ def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, tmp_pa
     ("setting", "value"), [("group", "g"), ("tags", "[a]"), ("log_model", "true"), ("wandb", "online")]
 )
 def test_wandb_settings_are_refused_with_another_tracker(setting, value):
-    with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker is tensorboard"):
+    with pytest.raises(ConfigError, match=f"tracking.{setting}: .* tracking.tracker: tensorboard"):
         parse_config([*map(str, SHORT), "--tracking.tracker", "tensorboard", f"--tracking.{setting}", value])
 
 

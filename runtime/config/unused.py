@@ -1,0 +1,51 @@
+"""Settings that a user gave and that have no effect, because of the value of another setting."""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+from model.settings import Settings, Unused
+from runtime.config.help import all_fields, section_class, show
+
+
+class UnusedSetting(NamedTuple):
+    """A setting without effect, by its dotted name, and the setting that makes it so."""
+
+    name: str
+    value: Any
+    because: str
+    because_value: Any
+
+    @property
+    def reason(self) -> str:
+        """The other setting with its value, such as "data.source: text"."""
+        return f"{self.because}: {show(self.because_value)}"
+
+    @property
+    def problem(self) -> str:
+        """The message that refuses the setting."""
+        return f"{self.name}: {show(self.value)} has no effect with {self.reason}; leave it out, or change the other"
+
+
+def unused_settings(config: Settings, has_model: bool = True) -> Iterator[UnusedSetting]:
+    """Yield the settings that are `Unused`, if their value asks for something.
+
+    A default does not, so that the output of --print_config is a config file, and neither does 0, false or null.
+
+    Args:
+        config: all settings of a run.
+        has_model: whether `model` has its final values; otherwise its settings are left out.
+    """
+    for name, field in all_fields(type(config)):
+        if section_class(field) or (name.startswith("model.") and not has_model):
+            continue
+        value = _value(config, name)
+        if not value or value == field.default:
+            continue
+        for rule in field.metadata:
+            if isinstance(rule, Unused) and (other := _value(config, rule.name)) in rule.values:
+                yield UnusedSetting(name, value, rule.name, other)
+
+
+def _value(config: Settings, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
