@@ -40,11 +40,15 @@ def sample_tokens(
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV.float() / temperature
     if top_k is not None:
+        # Exactly k: of tokens with the k-th largest logit, those with the lowest ids fill the remaining places.
         kth_largest = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < kth_largest, -torch.inf)
+        is_larger, is_tied = logits_BV > kth_largest, logits_BV == kth_largest
+        places_left = top_k - is_larger.sum(dim=-1, keepdim=True)
+        is_kept = is_larger | (is_tied & (is_tied.cumsum(dim=-1) <= places_left))
+        logits_BV = logits_BV.masked_fill(~is_kept, -torch.inf)
     probabilities = logits_BV.softmax(dim=-1)
     if top_p < 1:
-        sorted_probabilities, tokens = probabilities.sort(descending=True)
+        sorted_probabilities, tokens = probabilities.sort(descending=True, stable=True)  # equal ones: lower id first
         sorted_probabilities[sorted_probabilities.cumsum(dim=-1) - sorted_probabilities >= top_p] = 0
         return tokens.gather(1, torch.multinomial(sorted_probabilities, num_samples=1, generator=generator))
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
@@ -82,7 +86,8 @@ class GenerativeModel(nn.Module):
             temperature: divisor of the logits; 0: greedy decoding.
             generator: source of randomness; None: torch's default.
             eos_token_id: token that ends a row, which then repeats it; generation stops when every row has ended.
-            top_k: sample from the k most probable tokens, and those as probable as the k-th.
+            top_k: sample from the k most probable tokens; of equally probable ones, the lower id comes first, so that
+                `top_k=1` is greedy decoding. (TopKLogitsWarper of transformers keeps all that equal the k-th.)
             top_p: sample from the smallest set of most probable tokens (after top_k) with this total probability
                 (Holtzman et al. 2020, arXiv:1904.09751).
 

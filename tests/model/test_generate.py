@@ -103,6 +103,19 @@ def test_top_k_and_top_p_match_transformers():
         assert not frequencies[expected == 0].any()
 
 
+@pytest.mark.parametrize(
+    "top_k, kept", [(1, [3]), (2, [3, 0]), (3, [3, 0, 2]), (5, [3, 0, 2, 4, 1]), (9, [3, 0, 2, 4, 1])]
+)
+def test_top_k_keeps_exactly_k_of_equal_logits(top_k, kept):
+    """The lower ids of those that equal the k-th; argmax, greedy decoding, takes the first of equal ones, too."""
+    rows = torch.tensor([2.0, -1.0, 2.0, 5.0, 2.0]).expand(3_000, -1)
+    drawn = sample_tokens(rows, 9.0, top_k, 1.0, torch.Generator().manual_seed(0))
+    assert sorted(set(drawn.flatten().tolist())) == sorted(kept)
+    equal = torch.zeros(500, 300)
+    assert not sample_tokens(equal, 1.0, 1, 1.0, None).any(), "top_k=1 is greedy decoding"
+    assert not sample_tokens(equal, 1.0, None, 1e-6, None).any(), "top_p, too, takes the lower id first"
+
+
 def test_temperature_near_zero_takes_the_likeliest_token():
     logits = 9 * torch.randn(3, 61, generator=torch.Generator().manual_seed(0))
     for temperature in (0, 1e-300, 1e-40, 1e-20):

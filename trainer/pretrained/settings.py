@@ -63,7 +63,7 @@ class SampleConfig(TrainedModelConfig):
     """0: greedy decoding. 1: sample from the model's distribution. Higher values flatten the distribution."""
 
     top_k: PositiveInt | None = None
-    """Sample from this many most likely tokens. null: from all."""
+    """Sample from this many most likely tokens, of equally likely ones those with the lowest ids. null: from all."""
 
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""

@@ -34,7 +34,7 @@ class Reporter(AbstractContextManager):
 
     At the end it finishes the trackers of Accelerate, whose `log` the training loop calls itself.
 
-    On a terminal the training metrics are a progress bar, elsewhere lines `[step 10 / 50] loss = 9.3437 ...`.
+    The metrics of a training step are a line `[step 10 / 50] loss = 9.3437 ...`, on a terminal above a progress bar.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Reporter(AbstractContextManager):
         self.trackers = accelerator.trackers
 
     def log(self, completed_steps: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step: a line of metrics.jsonl, and a line or the bar on the screen.
+        """Write the metrics of a step: a line of metrics.jsonl, and a line on the screen.
 
         Without metrics, only the progress bar advances.
         """
@@ -70,8 +70,8 @@ class Reporter(AbstractContextManager):
         except OSError as error:
             self.say(f"metrics.jsonl cannot be written ({error.strerror}); its rows are kept in memory.")
 
-        # The line of a training step, which on a terminal is part of the bar. An earlier session has printed it for the
-        # step at which this one starts: only an evaluation is added to that.
+        # The line of a training step. An earlier session has printed it for the step at which this one starts: only an
+        # evaluation is added to that.
         training = {
             SHORT_NAMES.get(name, name.partition("/")[2]): format_metric(name, value)
             for name, value in metrics.items()
@@ -83,13 +83,11 @@ class Reporter(AbstractContextManager):
         if training and self.throughput:
             milliseconds = 1000 * self.throughput.seconds_per_step
             training["ms/step"] = format(milliseconds, ",.0f" if milliseconds >= 100 else ".3g")
-        if training and self.bar.disable:
-            if self.throughput:  # the bar estimates the time left itself
-                training["left"] = tqdm.format_interval(self.throughput.seconds_left(completed_steps, self.steps))
+            training["left"] = tqdm.format_interval(self.throughput.seconds_left(completed_steps, self.steps))
+        if training:
+            # Not in the bar: it would be cut at 80 columns, and would leave no history on the terminal.
             parts = [f"{name} = {value}" for name, value in training.items()]
             self.say(f"[step {completed_steps} / {self.steps}] " + " ".join(parts))
-        elif training:
-            self.bar.set_postfix(training)
 
         # The line of an evaluation.
         shown = {name: value for name, value in metrics.items() if not NOT_SHOWN.match(name)}

@@ -103,8 +103,9 @@ class Tracker(GeneralTracker):
         if self.name == "wandb" and is_disabled_by_environment():
             self.has_failed = True
             say("W&B is off by the environment variable WANDB_MODE=disabled: metrics go to metrics.jsonl only.")
-        # The points after the rows of metrics.jsonl are logged again.
-        self.first_step = Run(self.directory).newest_metrics()["step"] + 1
+        # The points after the rows of metrics.jsonl are logged again: without a row, which has metrics, from step 0 on.
+        newest = Run(self.directory).newest_metrics()
+        self.first_step = newest["step"] + (len(newest) > 1)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tracker")
         self.started = self._submit(self._start)
 
@@ -273,7 +274,7 @@ class TensorBoardRun:
 
         # purge_step hides the points of steps that an earlier session logged and that are trained again.
         self.run = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
-        self.run.add_text("settings", as_code(json.dumps(settings, indent=1)), first_step - 1)
+        self.run.add_text("settings", as_code(json.dumps(settings, indent=1)), first_step)
 
     def log(self, step: int | None, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step."""

@@ -117,17 +117,6 @@ def test_summary_names_what_was_chosen(reported):
     assert re.fullmatch(r"logits of [\d,]+ positions at once", facts["loss"])
 
 
-def test_bar_has_milliseconds_a_step(tmp_path):
-    """tqdm itself shows the time left."""
-    config = TrainConfig(steps=4, tracking=TrackingConfig(wandb="disabled"))
-    with Reporter(config, Run(tmp_path), 0, ALONE, SimpleNamespace(seconds_per_step=1.2345)) as reporter:
-        postfixes = []
-        nothing = dict.fromkeys(("update", "close"), lambda *_: None)
-        reporter.bar = SimpleNamespace(n=0, disable=False, set_postfix=postfixes.append, **nothing)
-        reporter.log(1, {"train/loss": 2.0, "perf/tokens_per_second": 1e4})
-    assert postfixes == [{"loss": "2.0000", "tokens/s": "10,000", "ms/step": "1,234"}]
-
-
 def test_corpus_scores_generations_with_entropy_of_zero(reported):
     (output, _), (rows, _), _ = reported
     texts = [line.removeprefix("  | ").rpartition(" (")[0] for line in output.splitlines() if line.startswith("  | ")]
