@@ -65,12 +65,14 @@ BLOCK_STAT_TITLES = {
 # The colours of Okabe and Ito (2008, "Color Universal Design") with a contrast of at least 3 against white. Colours and
 # dashes distinguish 20 runs, with markers 140.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
+KIND_COLORS = (*COLORS[:4], "#8C510A")  # of kinds of tokens: the fifth, black, is all of them
 DASHES = ((), (5, 1.5), (1.5, 1), (6, 1.5, 1.5, 1.5))  # lengths of dashes and gaps, in line widths
 MARKERS = "os^DvPX"  # a single point shows no dashes, so the numbers of markers and colours are coprime
 THIN: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.6}
 THICK: dict[str, Any] = {"linewidth": 1.8}
 ENTROPY_LINE: dict[str, Any] = {"color": "#555555", "linestyle": ":"}
 MAX_MARKERS = 12  # per curve
+SMOOTHING = 1.5  # of the loss by context length: the curve is drawn over a logarithm
 MAX_TICKS = 6
 MAX_LABEL_LENGTH = 60  # characters, in a title or in a legend of one column
 
@@ -123,20 +125,35 @@ def save_loss_curve(run_directory: Path, x: str = "steps") -> Path:
 def save_loss_by_position(evaluation: dict[str, Any], picture: Path) -> Path:
     """Plot the loss (nats/token) of each target by its context length, which is one token for the first.
 
-    `evaluation` is the content of evaluation.json.
+    `evaluation` is the content of evaluation.json. Neighbouring positions differ by much where the texts begin alike, as
+    stories do, so the mean of the positions around each is drawn over them.
     """
     losses = [math.nan if loss is None else loss for loss in evaluation["loss_by_position"]]
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot(xscale="log", xlabel="context length (tokens)", ylabel="validation loss (nats/token)")
-    axes.plot(range(1, len(losses) + 1), losses, color=COLORS[0], **THICK, label="at this context length")
+    lengths = range(1, len(losses) + 1)
+    axes.plot(lengths, losses, color=COLORS[0], marker=".", linestyle="none", alpha=0.4, label="at this context length")
+    around = f"mean over 1/{SMOOTHING} to {SMOOTHING} times this length"
+    axes.plot(lengths, smooth_over_lengths(losses), color=COLORS[1], **THICK, label=around)
     axes.axhline(evaluation["val/loss"], color="black", linestyle="--", label=f"mean = {evaluation['val/loss']:.4f}")
     if (entropy := evaluation.get("val/entropy")) is not None:
         axes.axhline(entropy, **ENTROPY_LINE, label=f"entropy of the data = {entropy:.4f}")
     axes.set_title(fit_label(picture.resolve().parent.name))
     set_round_log_ticks(axes.xaxis)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # it would hide points
     return save(figure, picture)
+
+
+def smooth_over_lengths(losses: Sequence[float]) -> NDArray[np.float64]:
+    """Return for each context length L the mean of the losses from L / SMOOTHING to L * SMOOTHING, without NaN."""
+    values, lengths = np.asarray(losses, float), np.arange(1, len(losses) + 1)
+    is_known = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(x)]) for x in (np.where(is_known, values, 0), is_known))
+    first = np.ceil(lengths / SMOOTHING).astype(int) - 1
+    end = np.minimum(np.floor(lengths * SMOOTHING).astype(int), len(losses))
+    num_known = counts[end] - counts[first]
+    return np.where(is_known & (num_known > 0), (sums[end] - sums[first]) / np.maximum(num_known, 1), math.nan)
 
 
 def save_block_stats(run_directory: Path) -> Path | None:
@@ -179,21 +196,20 @@ def save_excess_loss(run_directory: Path) -> Path | None:
     positive = [value for values in curves.values() for value in values if value > 0]
     if not (names and positive):
         return None
-    from matplotlib import colormaps
-
-    facts = sorted(label for label in curves if label.startswith("facts"))
-    shades = colormaps["viridis"]([i / max(1, len(facts)) for i in range(len(facts))])
+    # The legend has the order of the metrics: facts after the other kinds, from frequent ones to rare ones.
+    facts = [label for label in curves if label.startswith("facts")]
+    others = [label for label in curves if label not in ("all", *facts)]
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
-    # The legend lists the curves from top to bottom, in the order of their last values.
-    for label, values in sorted(curves.items(), key=lambda curve: -curve[1][-1]):
+    for label, values in curves.items():
         if label == "all":
             style = {"color": "black", "linewidth": 2.4}
-        elif label in facts:  # rarer facts are lighter
-            style = {"color": shades[facts.index(label)]} | markers(facts.index(label), len(values))
+        elif label in facts:  # greys, of which no other kind is one; rarer facts are lighter
+            index = facts.index(label)
+            style = {"color": f"{0.2 + 0.5 * index / len(facts):.2f}"} | markers(index, len(values))
         else:
-            index = [*curves].index(label)
-            style = {"color": COLORS[1 + 2 * (index % 2)], "linestyle": (0, DASHES[1 + index % 3])}
+            index = others.index(label)
+            style = {"color": KIND_COLORS[index % len(KIND_COLORS)], "linestyle": (0, DASHES[index % len(DASHES)])}
         axes.plot([row["step"] for row in rows], values, label=label, **style)
     axes.set(title=fit_label(run_directory.resolve().name), xlabel=X_AXES["steps"], yscale="log")
     axes.set_ylabel("excess validation loss (nats/token)")

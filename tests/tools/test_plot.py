@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from data.synthetic.stories import get_story_generator
 from runtime.config.errors import ConfigError
 from tests.conftest import TINY_STORIES, environment, python, train
 from tests.support import forked
@@ -51,7 +52,7 @@ def luminance(color):
 
 
 def test_run_styles_are_visible_and_distinct():
-    assert all(1.05 / (luminance(color) + 0.05) >= 3 for color in plot.COLORS)
+    assert all(1.05 / (luminance(color) + 0.05) >= 3 for color in (*plot.COLORS, *plot.KIND_COLORS))
     styles = [plot.run_style(index) for index in range(20)]
     looks = [(style["color"], style["linestyle"]) for style in styles]
     assert len(set(looks)) == 20
@@ -179,6 +180,33 @@ def excess_row(step, loss, **kinds):
     excess = None if loss is None else loss - 0.5
     kinds = {f"val/excess_loss/{kind}": value for kind, value in kinds.items()}
     return {"step": step, "val/loss": loss, "val/entropy": 0.5, "val/excess_loss": excess} | kinds
+
+
+def legend_of(drawn):
+    """Labels and styles of a figure's curves, as its legend lists them."""
+    [axes] = drawn.axes
+    handles, labels = axes.get_legend_handles_labels()
+    return labels, [(handle.get_color(), handle.get_linestyle(), handle.get_marker()) for handle in handles]
+
+
+def test_excess_loss_figure_has_a_colour_for_each_kind_in_a_fixed_order(tmp_path, figures):
+    kinds = get_story_generator(facts=4096).kinds
+    rows = [excess_row(step, 1.0, **{kind: step / (1 + len(kind)) for kind in kinds}) for step in (1, 2)]
+    plot.save_excess_loss(rows_of(tmp_path / "run", rows))
+    labels, styles = legend_of(figures[0])
+    assert labels == ["all", *(kind.replace("_", " ") for kind in kinds)]
+    assert labels[-4:] == ["facts from 1", "facts from 10", "facts from 100", "facts from 1000"]
+    colors = [color for color, *_ in styles]
+    assert len(set(colors)) == len(colors) == 10
+
+
+def test_loss_by_position_is_smoothed_over_a_logarithm():
+    """The mean of the positions from two thirds to three halves of each; a position without targets is left out."""
+    losses = [5.0, math.nan, 1.0, 3.0, 8.0, 2.0]
+    expected = [5.0, math.nan, 2.0, (1 + 3 + 8 + 2) / 4, (3 + 8 + 2) / 3, (3 + 8 + 2) / 3]
+    assert plot.smooth_over_lengths(losses) == pytest.approx(expected, nan_ok=True)
+    saw = [0.0, 2.0] * 200
+    assert max(abs(plot.smooth_over_lengths(saw)[20:] - 1)) < 0.1
 
 
 def test_excess_loss_figure_needs_kinds_with_positive_values(tmp_path):

@@ -15,11 +15,11 @@ MARKERS = "osD^vPX*"
 EXCESS_LABEL = "excess validation loss (nats/token)"
 
 
-def shades(number: int) -> list:
+def shades(number: int, colormap: str = "viridis") -> list:
     """Return colours from dark to light, which differ in greyscale, too."""
     import matplotlib
 
-    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number)))
+    return list(matplotlib.colormaps[colormap](np.linspace(0, 0.85, number)))
 
 
 def draw_law(report: Report, outcome: Measurement, path: Path) -> Path:
@@ -77,11 +77,14 @@ def draw_sizes(report: Report, by_flops, by_tokens) -> None:
 
 
 def draw_budgets(report: Report, by_size) -> None:
-    """Draw the runs of each budget of tokens, and the law for that budget, over model size."""
+    """Draw the runs of each budget of tokens, and the law for that budget, over model size.
+
+    The colours are other ones than those of `draw_sizes`, which stand for sizes in the same figure.
+    """
     law, runs = report.fits[KNOWN].law, report.measurements
     budgets = sorted({run.tokens for run in runs})
     sizes = np.geomspace(min(run.parameters for run in runs), report.target.parameters, 50)
-    for budget, color, marker in zip(budgets, shades(len(budgets)), cycle(MARKERS), strict=False):
+    for budget, color, marker in zip(budgets, shades(len(budgets), "plasma"), cycle(MARKERS), strict=False):
         of_budget = [run for run in runs if run.tokens == budget]
         excess = [run.excess_loss(report.scope) for run in of_budget]
         label = f"{format_count(budget)} tokens"
