@@ -125,7 +125,7 @@ def save_loss_curve(run_directory: Path, x: str = "steps") -> Path:
 def save_loss_by_position(evaluation: dict[str, Any], picture: Path) -> Path:
     """Plot the loss (nats/token) of each target by its context length, which is one token for the first.
 
-    `evaluation` is the content of evaluation.json. Neighbouring positions differ by much where the texts begin alike, as
+    `evaluation` is the content of evaluation.json. Neighbouring positions differ much where the texts begin alike, as
     stories do, so the mean of the positions around each is drawn over them.
     """
     losses = [math.nan if loss is None else loss for loss in evaluation["loss_by_position"]]
@@ -203,7 +203,7 @@ def save_excess_loss(run_directory: Path) -> Path | None:
     axes = figure.add_subplot()
     for label, values in curves.items():
         if label == "all":
-            style = {"color": "black", "linewidth": 2.4}
+            style: dict[str, Any] = {"color": "black", "linewidth": 2.4}
         elif label in facts:  # greys, of which no other kind is one; rarer facts are lighter
             index = facts.index(label)
             style = {"color": f"{0.2 + 0.5 * index / len(facts):.2f}"} | markers(index, len(values))
