@@ -7,12 +7,15 @@ which parts of Accelerate are used, and why the others are not.
 
 import os
 import re
+import socket
 import sys
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -61,9 +64,12 @@ def join_process_group(config: TrainConfig) -> None:
     """
     if num_processes() == 1 or dist.is_initialized():
         return
+    # By default gloo resolves the name of the machine, which may take minutes or give the address of another one, or,
+    # on Debian, 127.0.1.1, which no other machine can reach.
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # By default gloo resolves the name of the machine, which may take minutes or give the address of another one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and (interface := network_interface(os.environ["MASTER_ADDR"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     if is_main_process():
         print(f"waiting for all {num_processes()} processes ...", file=sys.stderr, flush=True)
     use_cpu, timeout = uses_cpu(os.environ), timedelta(seconds=config.timeout_seconds)
@@ -80,6 +86,47 @@ def join_process_group(config: TrainConfig) -> None:
         timeout=timeout,
         device_id=None if use_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"])),
     )
+
+
+def network_interface(master: str) -> str:
+    """Return the name of the network interface that leads to MASTER_ADDR, or "" if it cannot be resolved or reached.
+
+    On the machine that has this address, it is the interface of the address.
+
+    Raises:
+        ConfigError: MASTER_ADDR is a name that this machine resolves to itself, and it has several interfaces.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # selects the route, and sends nothing
+            own = ip_address(probe.getsockname()[0])
+    except OSError:
+        return ""  # fresh_store waits for the address, and reports it
+    interfaces = {
+        name: {ip_address(entry.address) for entry in addresses if entry.family in (socket.AF_INET, socket.AF_INET6)}
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    if own.is_loopback and not is_loopback(master):
+        # Debian's /etc/hosts gives the machine's own name the address 127.0.1.1.
+        up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+        others = sorted(name for name in up if any(not each.is_loopback for each in interfaces.get(name, ())))
+        if len(others) != 1:
+            raise ConfigError(
+                f"MASTER_ADDR: {master} is {own} on this machine (see /etc/hosts), an address that other machines "
+                f"cannot reach; set GLOO_SOCKET_IFNAME to the network interface that connects them (here: "
+                f"{', '.join(others) or 'none is up'})"
+            )
+        return others[0]
+    return next((name for name, addresses in interfaces.items() if own in addresses), "")
+
+
+def is_loopback(master: str) -> bool:
+    """Return whether the user has named this machine by its loopback address."""
+    try:
+        return ip_address(master).is_loopback
+    except ValueError:
+        return master == "localhost"
 
 
 def join_launch(config: TrainConfig) -> dict[str, Any]:

@@ -59,6 +59,13 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
             f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(sorted(missing))} not set in the "
             "environment; use accelerate launch or torchrun, or, to train with one process, unset WORLD_SIZE"
         )
+    # srun starts one process a task, each of which would train the whole run alone.
+    if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "WORLD_SIZE" not in environment:
+        problems.append(
+            f"SLURM_STEP_NUM_TASKS: srun started {environment['SLURM_STEP_NUM_TASKS']} tasks, but no launcher connects "
+            "them (WORLD_SIZE is not set); submit accelerate_configs/slurm.sh, or, to train another run in each task, "
+            "unset SLURM_STEP_NUM_TASKS"
+        )
     # If it starts one process although several are requested, accelerate launch sets MASTER_ADDR but not WORLD_SIZE.
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= environment.keys() and "WORLD_SIZE" not in environment:
         problems.append(

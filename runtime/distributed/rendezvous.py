@@ -13,7 +13,10 @@ file once that test passes without it.
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from uuid import uuid4
 
@@ -54,13 +57,12 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
             if has_launcher_store and isinstance(error, ConnectionRefusedError):
                 raise RunError(f"process {rank} of {num_processes} ends because the launcher at {address} has ended")
             pause(f"port {port} could not be reached ({error})")
-        server = TCPStore(
-            address,
-            port,
-            is_master=is_server,
-            timeout=timedelta(seconds=timeout_seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
+        timeout = timedelta(seconds=timeout_seconds)
+        options = {"is_master": is_server, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+        # The constructor waits without limit for an answer, which another program at this port never sends.
+        server = in_background(
+            lambda: TCPStore(address, port, **options),
+            lambda: pause(f"another program seems to use MASTER_PORT {port} (choose another one): it did not answer"),
         )
         store = PrefixStore("start", server)
         if rank > 0:
@@ -85,6 +87,22 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
             f"{str(error).splitlines()[0]}; to train with one process, unset WORLD_SIZE"
         ) from None
     return PrefixStore(own_name, store)
+
+
+def in_background(call: Callable[[], Store], wait: Callable[[], object]) -> Store:
+    """Return or raise the outcome of `call`, which runs in a thread; `wait`, called meanwhile, may raise to give up."""
+    outcome: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not outcome.done():
+        wait()
+    return outcome.result()
 
 
 def connection_error(address: str, port: int) -> OSError | None:

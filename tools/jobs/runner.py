@@ -236,6 +236,7 @@ class JobRunner:
         used = [run.slot for run in self._running.values()]
         slot = next(slot for slot in range(self.max_running) if slot not in used)
         environment = dict(os.environ)
+        environment.pop("SLURM_STEP_NUM_TASKS", None)  # tasks of srun divide the runs, and train each run alone
         if self.threads or self._num_sharing_cores > 1:
             threads = self.threads or max(1, available_cores() // self._num_sharing_cores)
             environment.setdefault("OMP_NUM_THREADS", str(threads))

@@ -1,17 +1,19 @@
 """Processes started by a launcher or by a notebook; and what imports may load."""
 
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
 from model import attention
-from runtime.config.errors import RunError
-from runtime.distributed import rendezvous
+from runtime.config.errors import ConfigError, RunError
+from runtime.distributed import launch, rendezvous
 from tests.conftest import ROOT, TINY_STORIES, environment
 from tests.support.forked import free_port, run
 from trainer.prepare_model import missing_compiler
@@ -53,6 +55,34 @@ def test_fresh_store_ends_with_the_launcher(rank, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it was killed before this process had begun
     with pytest.raises(RunError, match=f"process {rank} of 2 ends because the launcher at 127.0.0.1 has ended"):
         rendezvous.fresh_store(rank, 2, 600)
+
+
+def test_fresh_store_reports_foreign_program_at_its_port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as foreign:  # accepts connections, and never answers
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(foreign.getsockname()[1]))
+        with pytest.raises(RunError, match="another program seems to use MASTER_PORT .*did not answer within 0.1 s"):
+            rendezvous.fresh_store(1, 2, 0.1)
+
+
+def test_network_interface_leads_to_the_other_machines(monkeypatch):
+    """A name that the machine resolves to itself, as Debian's /etc/hosts does, says nothing about its interfaces."""
+    addresses = {"lo": "127.0.0.1", "eth0": "192.0.2.1", "ib0": "198.51.100.1"}
+    entries = {name: [SimpleNamespace(family=socket.AF_INET, address=each)] for name, each in addresses.items()}
+    monkeypatch.setattr(launch.psutil, "net_if_addrs", lambda: entries)
+    states = {name: SimpleNamespace(isup=True) for name in addresses}
+    monkeypatch.setattr(launch.psutil, "net_if_stats", lambda: states)
+    names = {"node-a": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+    resolve = lambda name, *_, **__: [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (names[name], 1))]  # noqa: E731
+    monkeypatch.setattr(launch.socket, "getaddrinfo", resolve)
+    assert launch.network_interface("localhost") == launch.network_interface("127.0.0.1") == "lo"
+    message = r"node-a is 127.0.\d.1 on this machine .*set GLOO_SOCKET_IFNAME to .*\(here: eth0, ib0\)"
+    with pytest.raises(ConfigError, match=message):
+        launch.network_interface("node-a")
+    states["ib0"] = SimpleNamespace(isup=False)
+    assert launch.network_interface("node-a") == "eth0"
+    names["node-a"] = "not an address"
+    assert launch.network_interface("node-a") == ""
 
 
 def test_fresh_store_ignores_dead_processes(monkeypatch):
@@ -117,13 +147,13 @@ def test_failed_notebook_cell_prints_one_message(more, message, processes, runs)
     assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
 
 
-@pytest.mark.parametrize(("machines", "interface"), [(1, "lo"), (2, "None")])
-def test_gloo_uses_loopback_on_one_machine(machines, interface, runs):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_gloo_uses_the_interface_of_master_addr(machines, runs):
     code = f"import os; os.environ['LOCAL_WORLD_SIZE'] = str({2 // machines}); from runtime.cli import scripts\n"
     code += "scripts.run_script('train'); print(os.environ.get('GLOO_SOCKET_IFNAME'))"
     done = run("-c", [code, *TINY_STORIES, "--steps", "2", "--out_dir", str(runs)], 2, environment())
     assert "2 x cpu" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == interface
+    assert done.stdout.splitlines()[-1] == "lo"
 
 
 def test_missing_compiler_without_triton(monkeypatch):

@@ -105,6 +105,15 @@ def test_incomplete_environment_is_refused():
     assert launch_checks.launch_problems(environment | complete, TrainConfig()) == []
 
 
+def test_tasks_of_srun_without_a_launcher_are_refused():
+    """Each task would train the whole run alone."""
+    (message,) = launch_checks.launch_problems({"SLURM_STEP_NUM_TASKS": "2"}, TrainConfig())
+    assert message.startswith("SLURM_STEP_NUM_TASKS: srun started 2 tasks, but no launcher connects them")
+    assert "slurm.sh" in message and "unset SLURM_STEP_NUM_TASKS" in message
+    assert launch_checks.launch_problems({"SLURM_STEP_NUM_TASKS": "1"}, TrainConfig()) == []
+    assert problems("--config_file", CPU, SLURM_STEP_NUM_TASKS="2") == ""
+
+
 @pytest.mark.parametrize(
     ("variables", "parts"),
     [

@@ -1,7 +1,10 @@
 """Two nodes: network namespaces of this machine, connected by a virtual cable that can be cut."""
 
+import shutil
+import socket
 import subprocess
 import time
+from pathlib import Path
 from uuid import uuid4
 
 import psutil
@@ -54,7 +57,7 @@ def uninterrupted(tmp_path_factory):
     return out_dir / "run"
 
 
-def launch(nodes, *arguments, max_restarts=0):
+def launch(nodes, *arguments, max_restarts=0, master=ADDRESSES[0]):
     """Start one process on each node with the shipped launch file."""
     command = train_command(
         *LONG, *arguments, processes=2, launch_file=ROOT / "accelerate_configs" / "multi_node.yaml",
@@ -63,12 +66,12 @@ def launch(nodes, *arguments, max_restarts=0):
     script = command.index("train.py")
     launchers = []
     for rank, node in enumerate(nodes):
-        this_node = ["--machine_rank", str(rank), "--main_process_ip", ADDRESSES[0], "--mixed_precision", "no"]
+        this_node = ["--machine_rank", str(rank), "--main_process_ip", master, "--mixed_precision", "no"]
         launchers.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", node, *command[:script], *this_node, *command[script:]],
                 cwd=ROOT,
-                env=environment(GLOO_SOCKET_IFNAME="eth0"),
+                env=environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -115,4 +118,19 @@ def test_killed_process_restarts_both_nodes(nodes, uninterrupted, runs):
         psutil.Process(launchers[killed].pid).children()[0].kill()
     exit_codes, outputs = end(launchers)
     assert exit_codes == [0, 0] and outputs[0].count("resumed at step") == 2, outputs
+    assert_same_run(runs / "run", uninterrupted, STEPS)
+
+
+def test_debian_hosts_file(nodes, uninterrupted, runs):
+    """The first node resolves its own name to 127.0.1.1, which the other cannot reach."""
+    folders = [Path("/etc/netns", node) for node in nodes]  # `ip netns exec` mounts their files over those of /etc
+    try:
+        for folder, address in zip(folders, ["127.0.1.1", ADDRESSES[0]], strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{address} node-a\n")
+        exit_codes, outputs = end(launch(nodes, "--out_dir", runs, "--timeout_seconds", 20, master="node-a"))
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+    assert exit_codes == [0, 0], outputs
     assert_same_run(runs / "run", uninterrupted, STEPS)
