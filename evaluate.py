@@ -13,6 +13,9 @@ if __name__ == "__main__":  # before anything slow is imported; it calls `main` 
 
 import json
 import math
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from trainer.pretrained.load import LoadedModel, load_with_source
 from trainer.pretrained.settings import EvaluateConfig
 from trainer.pretrained.tokenizer import check_tokenizer
 
+PROGRESS_SECONDS = 10
 LOGIT_BYTES = 2**28  # bound on the float32 logits of a batch, unless micro_batch_size is given
 
 
@@ -64,7 +68,8 @@ def main(config: EvaluateConfig) -> None:
     assert model.config.vocab_size is not None, "it is set before a model is built"
     rows = max(1, LOGIT_BYTES // (4 * settings.seq_len * model.config.vocab_size))
     with accelerator.autocast():
-        metrics = evaluate(model, with_positions(corpus), config.micro_batch_size or rows, accelerator)
+        batch_size, report = config.micro_batch_size or rows, print_progress(corpus, settings.seq_len, accelerator)
+        metrics = evaluate(model, with_positions(corpus), batch_size, accelerator, report=report)
     losses_by_position = [metrics.pop(name) for name in list(metrics) if name.startswith("val/position/")]
 
     # Print them, and save them with the loss at each position.
@@ -82,6 +87,23 @@ def main(config: EvaluateConfig) -> None:
         except OSError as error:
             raise ConfigError(f"out: {str(directory)!r} cannot be written: {error}; name another one") from None
     accelerator.wait_for_everyone()
+
+
+def print_progress(corpus: Corpus, seq_len: int, accelerator: Accelerator) -> Callable[[int], None]:
+    """Print to stderr what is evaluated; return a function that prints every PROGRESS_SECONDS how far it is."""
+    assert corpus.validation is not None, "it will be evaluated"
+    total, begin, printed = len(corpus.validation), time.monotonic(), time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if accelerator.is_main_process and now >= printed + PROGRESS_SECONDS and done < total:
+            left, printed = (now - begin) / done * (total - done), now
+            print(f"evaluate.py: {done:,} of {total:,} windows, {left:,.0f} s left", file=sys.stderr, flush=True)
+
+    if accelerator.is_main_process:
+        print(f"evaluate.py: {total:,} windows of {seq_len:,} tokens ...", file=sys.stderr, flush=True)
+    return report
 
 
 def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainConfig:

@@ -133,7 +133,7 @@ def encode(loaded: LoadedModel, prompt: str, special_tokens: bool = False) -> li
     """Return the token ids of an end-of-text token, which begins every document in training, and the prompt."""
     tokenizer: Any = loaded.tokenizer  # transformers declares unions that its fast tokenizers never are
     begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens}
+    settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens, "verbose": False}
     with wrap_tokenizer_errors(f"prompt: the tokenizer has no tokens for {prompt!r}"):
         tokens = tokenizer(prompt, **settings)["input_ids"] if prompt else []
     if not begin + tokens:

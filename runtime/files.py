@@ -44,6 +44,21 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fsync(path.parent)
 
 
+def read_user_text(setting: str, path: Path) -> str:
+    """Return the text of a file that a user wrote, without the byte order mark that some editors put before UTF-8.
+
+    Raises:
+        ConfigError: it is not UTF-8; the message names `setting` and the file.
+    """
+    content = path.read_bytes()
+    try:
+        if b"\0" in content:  # UTF-16, whose ASCII letters are valid UTF-8
+            raise ValueError("it has zero bytes, as UTF-16 does")
+        return content.decode("utf-8-sig")
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {str(path)!r} is not a text in UTF-8: {error}; save it as UTF-8") from None
+
+
 def open_no_link(path: str | Path, flags: int) -> int:
     """Open a file, as `opener` of `open`; raise OSError if it is a link, which may lead out of a stranger's folder."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -55,6 +55,19 @@ def evaluated(made, processes, *arguments):
     return json.loads((out / "evaluation.json").read_text())
 
 
+def test_evaluation_prints_its_progress(made, capsys, monkeypatch, tmp_path):
+    """To stderr, from the first window on: stdout is the result."""
+    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", 0)
+    arguments = {"run": str(made / "run"), "micro_batch_size": 4, "out": str(tmp_path)}
+    evaluate.main(EvaluateConfig(**arguments))
+    printed = capsys.readouterr()
+    windows = json.loads(printed.out)["windows"]
+    first, *others = [line for line in printed.err.splitlines() if line.startswith("evaluate.py: ")]
+    assert first == f"evaluate.py: {windows} windows of 32 tokens ..."
+    done = [int(re.fullmatch(rf"evaluate.py: (\d+) of {windows} windows, [\d,]+ s left", line)[1]) for line in others]
+    assert done == [*range(4, windows, 4)]
+
+
 def test_evaluation_equals_manual_loop_on_any_processes(made):
     arguments = (made / "export", "--data", made / "corpus", "--seq_len", 24, "--micro_batch_size", 3)
     one, two = (evaluated(made, processes, *arguments) for processes in (0, 2))

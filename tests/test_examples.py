@@ -544,3 +544,13 @@ def test_readme_python_prints_the_shown_output():
         exec(code, {})
     assert output.getvalue() == printed
     assert "unequal, weighted by rows: relative error 0%" in printed and "divided twice: relative error 50%" in printed
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_example_says_that_it_loads_torch_before_it_does(name, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    command = [sys.executable, "-m", f"examples.{name}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(PYTHONPATH=str(tmp_path)), capture_output=True, text=True)
+    assert done.stderr.splitlines() in (["Loading torch ...", "torch is imported"], ["Loading torch ..."])
+    ranks = environment(PYTHONPATH=str(tmp_path), RANK="0")
+    assert "Loading" not in subprocess.run(command, cwd=ROOT, env=ranks, capture_output=True, text=True).stderr

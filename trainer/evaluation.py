@@ -26,6 +26,7 @@ def evaluate(
     accelerator: Accelerator,
     name: str = "val",
     should_stop: Callable[[], bool] = never_stop,
+    report: Callable[[int], None] | None = None,
 ) -> dict[str, float]:
     """Evaluate the model on the whole validation set; called by all processes together.
 
@@ -34,7 +35,8 @@ def evaluate(
     The set is split into the same batches for any number of processes W; process r evaluates batches r, r + W, ....
     The sums of all batches are gathered and added with exact rounding, so the result does not depend on W.
 
-    `should_stop` is asked before each batch, and has the same answer on all processes.
+    `should_stop` is asked before each batch, and has the same answer on all processes. `report` is called after each
+    batch with the number of samples that all processes have evaluated.
 
     Returns:
         `val/loss` (nats per target token), `val/perplexity`, `val/NAME` of the auxiliary metrics of the model (see
@@ -84,6 +86,8 @@ def evaluate(
         values = [value for pair in sums.values() for value in pair]
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
+        if report:
+            report(min((first + num_processes) * micro_batch_size, len(validation)))
     reshard(model)
     model.train()
 

@@ -204,7 +204,8 @@ class ChatTemplate:
         problem = f"messages: the tokenizer has no tokens for a conversation that is rendered as {text[:80]!r} ..."
         if MARK not in text:
             with wrap_tokenizer_errors(problem):
-                encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+                # verbose=False: it would warn of a text longer than the model's context, which its callers shorten.
+                encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             return encoded["input_ids"], encoded["offset_mapping"]
         # `_literal` encodes a placeholder as one token, and a special token as characters. So replace the template's
         # special tokens by placeholders, and the placeholders of spelled ones by their characters.

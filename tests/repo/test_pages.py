@@ -4,6 +4,7 @@ import inspect
 import json
 import pkgutil
 import re
+import subprocess
 from fnmatch import fnmatch
 
 import pytest
@@ -16,6 +17,7 @@ from runtime.config.schema import TrainConfig
 from tests.conftest import ROOT, commands, python, shell
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tools.sweep import SweepConfig, plan_sweep
+from trainer.run.resume import FIXED_IN_BRANCH, is_fixed_in_branch
 
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/LOG.md"]
@@ -140,6 +142,18 @@ def anchors(file):
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_outputs_of_commands_are_ignored_by_git(file):
+    """Otherwise the next commit of a reader has them, and a run records them as changes of the code."""
+    blocks = re.findall(r"```bash\n(.*?)```|((?:^    .*\n)+)", file.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.split("  #")[0] for block in blocks for line in "".join(block).splitlines()]
+    options = r"--out|--out_dir|--outfile|mkdir -p|git clone \S+|tee|-o|python export\.py \S+|>|>>"
+    outputs = [found for line in lines for found in re.findall(rf"(?:^|\s)(?:{options}) +([\w.][\w./-]*)", line)]
+    outputs = [output for output in outputs if not output.startswith((".", "/"))]
+    done = subprocess.run(["git", "check-ignore", *outputs], cwd=ROOT, capture_output=True, text=True)
+    assert not set(outputs) - set(done.stdout.split())
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_links_and_files_of_page_exist(file):
     text = file.read_text()
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
@@ -191,6 +205,15 @@ def run_name(words):
     if "--name" in words:
         return words[words.index("--name") + 1]
     return re.sub(r".*/|\.yaml", "", words[words.index("--config") + 1]) if "--config" in words else "stories"
+
+
+def test_page_names_the_settings_that_a_branch_keeps():
+    """Those that the code refuses to change."""
+    [names] = re.findall(r"A branch allows\s+them, except those of (.*?)\.\n", page("runs"), re.DOTALL)
+    named = set(re.findall(r"`([\w.]+)`", names))
+    assert named == {"model", *FIXED_IN_BRANCH}
+    fixed = {name for name in TrainConfig().flat() if is_fixed_in_branch(name)}
+    assert fixed == {name for name in TrainConfig().flat() if name in named or name.startswith("model.")}
 
 
 def test_commands_of_pages_train_runs_of_their_own():

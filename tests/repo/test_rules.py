@@ -51,7 +51,7 @@ def test_tools_are_listed():
 
 def test_root_has_only_known_packages():
     """A new top-level package is one more name that a user's own files may shadow."""
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "tools"}
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == {*PACKAGES, "tools", "examples"}
 
 
 @pytest.mark.parametrize("part", [*PACKAGES, *SCRIPTS])

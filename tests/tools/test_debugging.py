@@ -15,7 +15,9 @@ def test_patch_of_debugging_page_applies(tmp_path):
     (tmp_path / "model").mkdir()
     shutil.copy(ROOT / "model" / "gpt.py", tmp_path / "model" / "gpt.py")
     [patch] = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    subprocess.run(["git", "apply", "--check", "-"], input=patch, cwd=tmp_path, text=True, check=True)
+    command = ["git", "apply", "--check", "--verbose", "-"]
+    done = subprocess.run(command, input=patch, cwd=tmp_path, text=True, check=True, capture_output=True)
+    assert "offset" not in done.stderr, f"change the line numbers of its header: {done.stderr}"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
-from runtime.files import temporary_folder
+from runtime.files import read_user_text, temporary_folder
 from tools.experiment.settings import PER_RUN_OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +86,7 @@ def idea_texts(arguments: Iterable[str]) -> list[str]:
         if is_path and path.is_dir():
             texts += [shlex.quote(str(file)) for file in sorted(path.iterdir()) if is_patch(file)]
         elif path.suffix == ".txt" and path.is_file():
-            lines = [line.strip() for line in path.read_text().splitlines()]
+            lines = [line.strip() for line in read_user_text("idea", path).splitlines()]
             texts += [line for line in lines if line and not line.startswith("#")]
         else:
             texts.append(argument)
@@ -117,7 +118,8 @@ def parse_idea(text: str) -> Idea:
         )
     base, commit = resolve_commits(code)
     if is_patch(path := expand_user_path("idea", code)):
-        header = path.read_text(errors="replace").partition("diff --git ")[0]
+        # The lines of a patch have the encoding of its files, but a byte order mark is before its first word.
+        header = path.read_bytes().removeprefix(BOM_UTF8).partition(b"diff --git ")[0].decode(errors="replace")
         own = next((line for line in header.splitlines() if line.startswith(SETTINGS_LINE)), SETTINGS_LINE)
         settings = [*split_words(own.removeprefix(SETTINGS_LINE)), *settings]
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):

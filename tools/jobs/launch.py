@@ -68,5 +68,5 @@ def accelerate_settings(words: list[str]) -> dict[str, Any] | None:
     given = launch_command_parser().parse_known_args([*words[index + 1 :], "train.py"])[0]
     # Without --config_file, Accelerate reads the file written by `accelerate config`, unless --cpu is given.
     path = Path(given.config_file or ("" if given.cpu else default_config_file))
-    file = yaml.safe_load(path.read_text()) or {} if path.is_file() else {}  # YAML includes JSON
+    file = yaml.safe_load(path.read_bytes()) or {} if path.is_file() else {}  # YAML includes JSON
     return file | {name: getattr(given, name) for name in getattr(given, "nondefault", ())}

@@ -104,6 +104,25 @@ def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
     assert len({idea.key for idea in (a, b, settings, code, more, both)}) == 6
 
 
+def test_file_of_ideas_is_utf8(tmp_path):
+    """With a byte order mark, too, as an editor of Windows writes; another encoding is refused."""
+    file, idea = tmp_path / "ideas.txt", "--name Zähler"
+    file.write_bytes(idea.encode("utf-8-sig"))
+    assert idea_texts([str(file)]) == [idea]
+    for encoding in ("utf-16", "utf-16-le", "latin-1"):
+        file.write_bytes(idea.encode(encoding))
+        with pytest.raises(ConfigError, match=r"idea: '.*ideas.txt' is not a text in UTF-8: .*save it as UTF-8"):
+            idea_texts([str(file)])
+
+
+def test_settings_of_patch_are_read_after_a_byte_order_mark(repository, tmp_path):
+    (repository.root / "train.py").write_text("print('a')\n")
+    patch = tmp_path / "a.patch"
+    patch.write_text("Settings: --x 1\n\n" + repository("diff"), encoding="utf-8-sig")
+    repository("checkout", "--quiet", "train.py")
+    assert parse_idea(str(patch)).settings == ["--x", "1"]
+
+
 def test_first_idea_of_program_md_is_one(tmp_path):
     page = (ROOT / "tools/experiment/program.md").read_text()
     [line] = [line for line in commands(page) if line.endswith("the race needs one")]
