@@ -22,17 +22,22 @@ def send(results, *outputs, num_targets=12, grad_norm=1.0, stop=False, step=1):
     results.add_grad_norm(torch.tensor(grad_norm))
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.inf], [1.0, 1.0]], ids=str)
-def test_nan_loss_names_process_and_replay(rank, losses, monkeypatch):
-    """Each of three processes has two micro-batches; without a bad loss any of them may have a bad gradient."""
+def all_gather_as(rank):
+    """Return an all-gather in which the other processes send zeros."""
 
     def all_gather(rows, row, async_op):
         for other, buffer in enumerate(rows):
             buffer.copy_(row) if other == rank else buffer.zero_()
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr("trainer.results.dist.all_gather", all_gather)
+    return all_gather
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("losses", [[math.nan, 1.0], [1.0, math.inf], [1.0, 1.0]], ids=str)
+def test_nan_loss_names_process_and_replay(rank, losses, monkeypatch):
+    """Each of three processes has two micro-batches; without a bad loss any of them may have a bad gradient."""
+    monkeypatch.setattr("trainer.results.dist.all_gather", all_gather_as(rank))
     results = Results(rank, 3, CPU, run_directory=Path("my runs/a"))
     send(results, *losses, grad_norm=0.0, step=3)
     results._pending[-1].rows[0, 1] = math.nan  # the norm is read from process 0
@@ -41,6 +46,26 @@ def test_nan_loss_names_process_and_replay(rank, losses, monkeypatch):
         results.current()
     assert f" in micro-batches of process(es) {suspects};" in str(stopped.value)
     assert str(stopped.value).endswith("python -m tools.replay 'my runs/a' 3"), "quoted for a shell"
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_one_process_stops_all(rank, monkeypatch):
+    monkeypatch.setattr("trainer.results.dist.all_gather", all_gather_as(rank))
+    results = Results(rank, 2, CPU)
+    for stop in (False, True):
+        send(results, 1.0, stop=stop)
+        assert results.current().stop == stop
+
+
+@pytest.mark.parametrize(("objective", "metric"), [(math.nan, 2.0), (3.0, math.nan)])
+def test_objective_decides_whether_a_step_is_finite(objective, metric):
+    """A metric named loss replaces the objective in the log, not in this decision."""
+    results = Results(0, 1, CPU, max_skipped_in_a_row=1)
+    auxiliary = {"loss": (torch.tensor(metric), torch.tensor(1))}
+    results.register_names(auxiliary)
+    send(results, (objective, auxiliary))
+    assert results.current().finite == math.isfinite(objective)
+    assert results.current().means["loss"] == pytest.approx(metric, nan_ok=True)
 
 
 def test_batch_without_targets_is_reported():

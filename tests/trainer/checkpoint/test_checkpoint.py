@@ -387,6 +387,16 @@ def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
     assert remaining_steps(tmp_path / "checkpoints") == [1, 4, 6]
 
 
+def test_evaluation_that_ends_after_the_save_decides_the_best(tmp_path):
+    state, config = build_trained(0, steps=1), TrainConfig(checkpoint=CheckpointConfig(keep=1))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
+    for step, loss, kept in ((1, 2.0, [1]), (2, 3.0, [1, 2]), (3, 1.0, [3])):
+        saver.save(step, train_state(*state), {}, evaluated=False)
+        saver.add_evaluation(step, {"val/loss": loss})
+        saver.wait()
+        assert remaining_steps(tmp_path) == kept
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_nonfinite_loss_is_never_best(loss, tmp_path):
     for step, value in [(1, 1.0), (2, loss), (3, 2.0), (4, loss)]:
