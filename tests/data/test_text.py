@@ -761,6 +761,10 @@ def test_file_that_cannot_be_read_is_not_called_damaged(corpus, monkeypatch):
         patch.setattr(Path, "read_bytes", refuse)
         with pytest.raises(ConfigError, match="metadata.json cannot be read: Input/output error"):
             TextCorpus(str(corpus))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)
+        with pytest.raises(ConfigError, match=r"\.arrow cannot be read: Input/output error; the corpus may be intact"):
+            TextCorpus(str(corpus))
     file.unlink()
     with pytest.raises(ConfigError, match=f"{file} is damaged: No such file or directory; restore it, or"):
         TextCorpus(str(corpus))

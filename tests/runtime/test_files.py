@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -249,24 +250,29 @@ def test_run_of_a_stranger_changes_nothing_outside(tmp_path, outside):
     assert f"{tmp_path / 'run' / '.lock'} is a link" in train(*arguments, exit_code=2).stderr
 
 
-WRITE = """
-import sys
-from pathlib import Path
-from runtime.files import write_atomically
-for _ in range(200):
-    write_atomically(Path(sys.argv[1]), sys.argv[2] * 20_000)
-"""
+WRITE = "import sys, pathlib, runtime.files as files; files.write_atomically(pathlib.Path(sys.argv[1]), 'theirs')"
 
 
-def test_two_writers_of_one_file_leave_a_whole_one(tmp_path):
-    """As evaluate.py does when it runs twice on one run."""
-    file = tmp_path / "a.json"
-    file.write_text("a" * 20_000)
-    writers = [subprocess.Popen([sys.executable, "-c", WRITE, file, letter], cwd=ROOT) for letter in "ab"]
-    while any(writer.poll() is None for writer in writers):
-        assert file.read_text() in ("a" * 20_000, "b" * 20_000)
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+@pytest.mark.parametrize("other", ["thread", "process"])
+def test_two_writers_of_one_file_leave_a_whole_one(other, tmp_path, monkeypatch):
+    """As evaluate.py does when it runs twice on one run: here the second writes while the first is about to replace."""
+    file, flush = tmp_path / "a.json", files.flush_to_disk
+    file.write_text("old")
+
+    def write_meanwhile(descriptor):
+        monkeypatch.setattr(files, "flush_to_disk", flush)
+        assert file.read_text() == "old"
+        if other == "process":
+            subprocess.run([sys.executable, "-c", WRITE, file], cwd=ROOT, check=True)
+        else:
+            with ThreadPoolExecutor(1) as executor:
+                executor.submit(files.write_atomically, file, "theirs").result()
+        assert file.read_text() == "theirs"
+        flush(descriptor)
+
+    monkeypatch.setattr(files, "flush_to_disk", write_meanwhile)
+    files.write_atomically(file, "ours")
+    assert file.read_text() == "ours" and [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path):

@@ -16,7 +16,9 @@ from runtime.config.schema import DataConfig, TeacherConfig, TrainConfig
 from runtime.distributed import launch_checks, world
 from runtime.distributed.launch import uses_cpu
 from tests.conftest import ROOT, TINY_STORIES, environment, train, what_is_started
+from tests.support import forked
 from tests.support.forked import Launch, free_port
+from trainer.checkpoint.identity import code_hash
 
 FILES = ROOT / "accelerate_configs"
 CPU, MULTI_GPU, FSDP2, HSDP = (str(FILES / f"{name}.yaml") for name in ("cpu", "multi_gpu", "fsdp2", "hsdp"))
@@ -95,6 +97,7 @@ def test_flag_that_is_neither_true_nor_false_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name}: 'maybe' is neither true nor false; set it to one of them"):
         launch_checks.launch_problems({name: "maybe"}, TrainConfig())
     assert launch_checks.launch_problems({name: "NO"}, TrainConfig()) == []
+    assert launch_checks.launch_problems({"ACCELERATE_USE_DEEPSPEED": "FALSE"}, TrainConfig()) == []
 
 
 def test_incomplete_environment_is_refused():
@@ -440,8 +443,24 @@ def test_different_versions_are_refused(checked_processes, monkeypatch, package)
         launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
 
 
-def test_different_code_is_refused(checked_processes):
+def test_different_code_is_refused(checked_processes, monkeypatch):
     """Two machines with other copies of the repository would train a mixture of both, and the replicas stay equal."""
     launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
-    with pytest.raises(ConfigError, match="code: 0ther in process 0, c0de in process 1"):
+    monkeypatch.setattr(launch_checks.platform, "python_version_tuple", lambda: ("3", "0", "1"))
+    with pytest.raises(ConfigError) as refused:
         launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "0ther")
+    assert "\n  code: 0ther in process 0, c0de in process 1\n  python: 3.0 in process 0, 3." in str(refused.value)
+
+
+OTHER_CODE = """
+from runtime.cli import scripts
+from runtime.distributed import launch_checks
+launch_checks.gather_object = lambda own: [*own, own[0] | {"code": "another copy"}]
+scripts.run_and_exit("train")
+"""
+
+
+def test_run_compares_the_code_of_its_processes(runs):
+    done = forked.run("-c", [OTHER_CODE, *TINY_STORIES, "--out_dir", str(runs), "--name", "run"], 0, environment())
+    assert done.returncode == 2 and not runs.exists()
+    assert f"\n  code: {code_hash()} in process 0, another copy in process 1\n" in done.stderr

@@ -155,3 +155,15 @@ def test_resume_reports_other_code_in_one_line(code, run):
             assert (
                 messages[0].startswith(f"Other code: {checkpoint} was trained by {code}") and code_hash() in messages[0]
             )
+
+
+def test_resume_reports_other_versions_in_one_line(run):
+    checkpoint = run / "checkpoints" / "step-00000004"
+    manifest = read_manifest(checkpoint)
+    others = {"python": "3.0.1", "torch": "0.1", "accelerate": "0.2"}
+    replace(manifest, provenance=manifest.provenance | others).write(checkpoint)
+    changes = ", ".join(f"{name} {manifest.provenance[name]} instead of {other}" for name, other in others.items())
+    message = f"Resumed with {changes}: from here on the bits may differ."
+    settings = ["--schedule.name", "constant", "--out_dir", run.parent, "--name", "run"]
+    for steps, count in ((4, 0), (5, 1)):  # the run is complete at first
+        assert train(*RECIPE, steps, *settings).stdout.splitlines().count(message) == count

@@ -45,12 +45,14 @@ def test_uncommitted_changes_restore_the_code(code, tmp_path):
 
 
 CONFIGURATIONS = ["diff.external=true", "color.ui=always", "diff.noprefix=true", "diff.mnemonicPrefix=true"]
+CONFIGURATIONS += ["diff.own.textconv=tr a-z A-Z <", "diff.own.command=true"]
 
 
 @pytest.mark.parametrize("code", ["."], indirect=True)
 @pytest.mark.parametrize("setting", [*CONFIGURATIONS, "diff.context=0"])
 def test_uncommitted_changes_apply_whatever_git_is_configured_to_print(setting, code):
     git(code, "config", *setting.split("="))
+    (code / ".git" / "info" / "attributes").write_text("*.py diff=own\n")
     (code / "loop.py").write_text("three\n\ntwo\n\n")
     (code / "new.py").write_text("new\n")
     expected, changes = contents(code), uncommitted_changes(code)

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import encode_probe, open_tokenizer
@@ -43,6 +44,12 @@ def test_every_from_pretrained_refuses_remote_code():
     calls = [(file.name, call) for file in SHIPPED for call in calls_of_from_pretrained(file.read_text())]
     assert len(calls) >= 3
     assert not [f"{name}:{call.lineno}" for name, call in calls if allows_remote_code(call)]
+
+
+def test_every_tokenizer_is_compared_with_its_file():
+    """Only `open_tokenizer` opens one: it compares the tokens of a probe with those of tokenizer.json."""
+    owners = {file.relative_to(ROOT).as_posix() for file in SHIPPED if "AutoTokenizer.from_" in file.read_text()}
+    assert owners - {file for file in owners if file.startswith(("docs/", "examples/"))} == {"data/tokenizer.py"}
 
 
 @pytest.fixture
@@ -131,6 +138,18 @@ def test_model_that_predicts_otherwise_is_refused(exported, monkeypatch):
         load_run(folder)
 
 
+def test_model_whose_predictions_are_nan_is_refused(exported):
+    folder = exported("qwen3", lambda tensors: {**tensors, "model.norm.weight": torch.full((16,), torch.nan)})
+    with pytest.raises(ConfigError, match="its log-probabilities here differ .* by nan nats"):
+        load_run(folder)
+
+
+def test_only_differences_of_log_probabilities_count():
+    logits = torch.randn(3, 5)
+    assert log_probability_difference(logits, logits + 7) < 1e-5, "a bias of all logits predicts the same"
+    assert log_probability_difference(torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])) == torch.inf
+
+
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
 def test_tokenizer_that_its_class_replaces_is_refused(name, tmp_path):
     """transformers builds some classes from the vocabulary alone, with another pre-tokenizer."""
@@ -144,3 +163,13 @@ def test_tokenizer_that_its_class_replaces_is_refused(name, tmp_path):
             open_tokenizer(tmp_path)
         with pytest.raises(ConfigError, match="tokenizer_class"):
             save_tokenizer(str(tmp_path), tmp_path / "copy", [])
+
+
+def test_tokenizer_that_decodes_otherwise_is_refused(tmp_path, monkeypatch):
+    """As LlamaTokenizer does, whose decoder removes a leading space."""
+    save_tokenizer("train:400", tmp_path, ["in 12345 or 12345 times, 20 and 24"] * 9)
+    opened = open_tokenizer(tmp_path)
+    opened.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: opened)
+    with pytest.raises(ConfigError, match="encodes or decodes .* otherwise than its tokenizer.json"):
+        open_tokenizer(tmp_path)
