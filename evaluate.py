@@ -5,6 +5,9 @@ any number of processes.
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    import sys
+
+    sys.path.insert(0, __file__.rpartition("/")[0])  # where PYTHONSAFEPATH is set, Python leaves it out
     from runtime.cli.scripts import run_and_exit
     from trainer.pretrained.settings import EvaluateConfig
 

@@ -4,6 +4,9 @@ The folder has config.json, model.safetensors, generation_config.json, the token
 """
 
 if __name__ == "__main__":
+    import sys
+
+    sys.path.insert(0, __file__.rpartition("/")[0])  # where PYTHONSAFEPATH is set, Python leaves it out
     from runtime.cli.scripts import run_and_exit
     from trainer.pretrained.settings import ExportConfig
 

@@ -4,6 +4,9 @@ RUN is the directory of a run, a folder in transformers' format, or a name on th
 """
 
 if __name__ == "__main__":  # before anything slow is imported; it calls `main` below and never returns
+    import sys
+
+    sys.path.insert(0, __file__.rpartition("/")[0])  # where PYTHONSAFEPATH is set, Python leaves it out
     from runtime.cli.scripts import run_and_exit
     from trainer.pretrained.settings import SampleConfig
 

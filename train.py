@@ -21,6 +21,9 @@ the dropout masks of step s, is computed from the config and s.
 # run_and_exit parses the command line before the slow imports below, so that --help and errors are printed at once. It
 # then imports this file as the module `train`, calls main(config) and exits.
 if __name__ == "__main__":
+    import sys
+
+    sys.path.insert(0, __file__.rpartition("/")[0])  # where PYTHONSAFEPATH is set, Python leaves it out
     from runtime.cli.scripts import run_and_exit
 
     run_and_exit("train")

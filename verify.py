@@ -11,6 +11,9 @@ Exit codes: 0 none failed, 1 one failed, 2 bad settings, 75 or 130 stopped by a 
 """
 
 if __name__ == "__main__":  # before anything slow is imported
+    import sys
+
+    sys.path.insert(0, __file__.rpartition("/")[0])  # where PYTHONSAFEPATH is set, Python leaves it out
     from runtime.cli.scripts import run_and_exit
     from trainer.checks.short_run import parse_short_run
 

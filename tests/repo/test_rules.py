@@ -83,6 +83,13 @@ def test_core_tests_import_no_tools():
     assert not found
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_starts_with_a_safe_path(script, tmp_path):
+    """As PYTHONSAFEPATH=1 asks for: Python leaves out the folder of the script."""
+    done = subprocess.run([sys.executable, "-P", ROOT / f"{script}.py", "--help"], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0 and b"usage" in done.stdout.lower(), done.stderr
+
+
 def test_imports_have_no_circle():
     """Neither between the files and folders of a package, nor between those of tools/."""
     parts = [path for package in [*PACKAGES, "tools"] for path in (ROOT / package).iterdir()]
