@@ -248,7 +248,10 @@ def has_significant(losses):
 
 
 @pytest.mark.parametrize("spread", [1, 10], ids="deviations up to {}".format)
-@pytest.mark.parametrize(("num_tables", "num_configurations", "num_seeds"), [(1000, 3, 3), (250, 10, 5), (150, 20, 10)])
+@pytest.mark.parametrize(
+    ("num_tables", "num_configurations", "num_seeds"),
+    [(1000, 3, 3), (250, 10, 5), pytest.param(150, 20, 10, marks=pytest.mark.slow)],
+)
 def test_tables_of_nothing_are_rarely_significant(num_tables, num_configurations, num_seeds, spread, monkeypatch):
     """5% of the tables have a p-value below 0.05, although the best is chosen by its losses."""
     monkeypatch.setattr(compare, "NUM_SIMULATIONS", 1000)

@@ -305,6 +305,15 @@ def test_placeholder_characters_in_text_stay_text(folder):
         ChatTemplate(tokenizer).encode([{"role": "endoftext", "content": "a"}])
 
 
+def test_characters_of_marks_in_text_mark_nothing(folder):
+    """The characters that stand for {% generation %} while a template is rendered may occur in a message."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "marked" / "tokenizer")
+    typed = [{"role": "user", "content": "x\U0010fffey\U0010fffdz"}, {"role": "assistant", "content": "yes"}]
+    tokens, is_target = ChatTemplate(tokenizer).encode(typed)
+    targets = [token for token, target in zip(tokens, is_target, strict=True) if target]
+    assert "x\ufffdy\ufffdz" in tokenizer.decode(tokens) and tokenizer.decode(targets) == "yes<|endoftext|>"
+
+
 CALLING = (
     "{{ '<|im_start|>system\n' + (tools | tojson) + mood + '<|im_end|>\n' if tools }}{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\n' + (m.reasoning_content or '') + (m.content or '') }}"
