@@ -213,6 +213,16 @@ def test_assistant_mask_excludes_first_token(folder):
     assert bytes(tokens[:3]) == b"Hi." and answers == [0, 1, 1, 1, 0]
 
 
+def test_long_conversation_brings_no_warning_of_transformers(folder, monkeypatch):
+    """It would promise indexing errors; sample.py drops old exchanges before the model sees them."""
+    warnings = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: warnings.append(words))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_chatml")
+    tokenizer.model_max_length = 4
+    assert len(ChatTemplate(tokenizer).prompt([{"role": "user", "content": "a long question"}])) > 4
+    assert not warnings
+
+
 def test_two_processes_may_save_the_default_template(tmp_path, monkeypatch):
     """The second process replaces the file while the first one writes it."""
     save_tokenizer("byte", tmp_path, [])

@@ -425,6 +425,7 @@ def test_resume_reports_changed_threads_and_processes(exact, runs):
     manifest = read_manifest(checkpoint)
     assert (manifest.processes, manifest.threads) == (1, 1)
     replace(manifest, threads=7).write(checkpoint)
+    assert "Resumed with" not in train(*arguments, "--steps", 2, processes=2).stdout, "no step is left to train"
     done = train(*arguments, "--steps", 3, processes=2)
     message = (
         "Resumed with 2 processes instead of 1, 1 threads instead of 7: from here on the bits may differ by rounding."
