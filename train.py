@@ -99,10 +99,10 @@ def main(config: TrainConfig) -> None:
         # `cpu`, `fsdp_plugin` and `kwargs_handlers`.
         accelerator = Accelerator(log_with=trackers.build_tracker(config, run), **join_launch(config))
         check_same_settings(config, accelerator, code_hash())
-        stop_signal = StopSignal()  # from here on, a signal ends the run after a step or in an evaluation
+        stop_signal = StopSignal()  # from here on, a signal ends the run after a step, or within a long wait
 
         # Lock the run, find the checkpoint to resume from, and train.
-        start = open_run(run, config, accelerator)
+        start = open_run(run, config, accelerator, stop_signal.requested)
         if start.step < config.steps or not start.evaluated:
             train(config, corpus, run, start, accelerator, stop_signal, pretrained)
         else:

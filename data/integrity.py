@@ -1,19 +1,22 @@
 """metadata.json and the Arrow files of a corpus, and the checks that they are as data.prepare wrote them.
 
 metadata.json has the size and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest of
-itself. A start compares sizes, and a run that resumes also compares `stamp_files`. If that has changed, it reads the
-files and compares their hashes, as `python -m data.prepare --check DIR` does.
+itself. A start compares sizes and `stamp_files`. If the stamp is another than at the last start of the run, or the
+processes of a new run have several copies, the files are read and their hashes compared, as by
+`python -m data.prepare --check DIR`.
 """
 
 import json
 import re
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
 
 from runtime.config.errors import ConfigError
-from runtime.files import sha256
+from runtime.distributed.signals import never_stop
+from runtime.files import hash_files
 from runtime.json_objects import parse_object
 
 SPLITS = ("train", "validation")
@@ -91,7 +94,10 @@ def hash_validation_text(folders: list[Path]) -> str | None:
 
 
 def stamp_files(folders: list[Path]) -> str:
-    """Hash the sizes and times of the files of corpora: equal as long as no file is written or replaced."""
+    """Hash the sizes and times of the files of corpora: equal as long as no file is written or replaced.
+
+    Two copies have different stamps, and processes that read the same files have the same one.
+    """
     files = [folder / file for folder in folders for file in read_metadata(folder)["files"]]
     # A program can set the modification time, but not the time of the last change.
     stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in map(Path.stat, files)]
@@ -128,18 +134,20 @@ def open_columns(file: Path) -> list[list[pa.ListArray]]:
         raise ConfigError(f"data: {file} is damaged: {error}; {REMEDY}") from None
 
 
-def verify(folder: Path) -> int:
+def verify(folder: Path, should_stop: Callable[[], bool] = never_stop) -> int:
     """Compare the SHA-256 of every file of a corpus with the one in metadata.json; return the number of files.
 
     Raises:
         ConfigError: a file has another content than data.prepare wrote, or cannot be read.
+        Interrupted: `should_stop()` is true.
     """
     files = read_metadata(folder)["files"]
+    contents = hash_files([folder / file for file in files], should_stop)
     for file, entry in files.items():
         try:
-            content = sha256(folder / file)
+            content = next(contents)
         except OSError as error:
-            raise unreadable(folder / file, error) from None
+            raise unreadable(Path(error.filename or folder / file), error) from None
         if content != entry["sha256"]:
             problem = "it has another content than data.prepare wrote"
             raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")

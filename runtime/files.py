@@ -6,9 +6,11 @@ import hashlib
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -17,11 +19,15 @@ from typing import TextIO
 import psutil
 
 from runtime.config.errors import ConfigError
+from runtime.distributed.signals import Interrupted, never_stop
+from runtime.distributed.world import is_main_process
 
 # Errors of file systems without locks, or that cannot fsync a folder, such as some on a network.
 NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOLCK}
 WITHOUT_LOCKS = "MINI_GPT_WITHOUT_LOCKS"
 LOCK_NAME = "lock"
+CHUNK_BYTES = 2**20  # read at once; takes milliseconds, so a stop is seen at once
+PROGRESS_SECONDS = 10
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -180,5 +186,31 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    [digest] = hash_files([path])
+    return digest
+
+
+def hash_files(paths: Sequence[Path], should_stop: Callable[[], bool] = never_stop) -> Iterator[str]:
+    """Yield the SHA-256 of each file's content as hexadecimal digits.
+
+    On a slow disk this takes minutes, so the main process prints every PROGRESS_SECONDS how far it is.
+
+    Raises:
+        Interrupted: `should_stop()`, which is asked often, is true.
+        OSError: a file cannot be read.
+    """
+    num_bytes, total = 0, sum(path.stat().st_size for path in paths)
+    last_progress, chunk = time.monotonic(), memoryview(bytearray(CHUNK_BYTES))
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(chunk):
+                if should_stop():
+                    raise Interrupted
+                digest.update(chunk[:count])
+                num_bytes += count
+                if time.monotonic() - last_progress >= PROGRESS_SECONDS and is_main_process():
+                    last_progress = time.monotonic()
+                    read = f"{num_bytes / 1e9:.1f} of {total / 1e9:.1f} GB"
+                    print(f"comparing checksums: {read} read, now {path} ...", file=sys.stderr, flush=True)
+        yield digest.hexdigest()

@@ -11,9 +11,9 @@ from data.corpus import Corpus
 from data.loader import load_batch, model_inputs
 from model.loss import count_targets
 from runtime.config.errors import RunError
-from runtime.distributed.collectives import all_gather, never_stop
+from runtime.distributed.collectives import all_gather
 from runtime.distributed.sharding import reshard
-from runtime.distributed.signals import Interrupted
+from runtime.distributed.signals import Interrupted, never_stop
 from trainer.generations import unsharded
 from trainer.results import NonFiniteError, fill_slots, fsum_or_nan, mean, sum_dtype
 

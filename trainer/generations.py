@@ -1,5 +1,6 @@
 """Text generated during training, logged and scored by the corpus."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,9 +14,8 @@ from model.generate import CannotGenerate
 from model.gpt import GPTModel, build_on_meta_device
 from model.seeds import derive_seed
 from runtime.config.schema import TrainConfig
-from runtime.distributed.collectives import never_stop
 from runtime.distributed.sharding import full_tensor, is_sharded
-from runtime.distributed.signals import Interrupted
+from runtime.distributed.signals import Interrupted, never_stop
 from trainer.results import mean
 
 TEXTS_PER_BATCH = 50
@@ -46,7 +46,7 @@ def sample_texts(
 ) -> dict[str, float]:
     """Generate texts, log them, and after the last step score them; called by all processes together.
 
-    `should_stop` is asked often, and has the same answer on all processes.
+    `should_stop` is asked before each token, and has the same answer on all processes.
 
     Returns:
         An empty dict before the last step, if the corpus scores no texts, for conversations, and if the model cannot
@@ -68,26 +68,32 @@ def sample_texts(
     network = unsharded(accelerator.unwrap_model(model)).eval()
     end_of_text = tokenizer.token_to_id(END_OF_TEXT) if corpus.end_of_text is None else corpus.end_of_text
     assert end_of_text is not None, "all tokenizers here have one"
+    max_new_tokens = min(config.seq_len, MAX_TOKENS_PER_TEXT) - 1
     numbered = []
     for first_of_round in range(0, num_texts, num_processes * TEXTS_PER_BATCH):
-        if should_stop():
-            network.train()
-            raise Interrupted
         first = first_of_round + rank * TEXTS_PER_BATCH
-        count = min(TEXTS_PER_BATCH, num_texts - first)
-        if count <= 0:  # the other processes generate the last texts
-            continue
+        count = max(0, min(TEXTS_PER_BATCH, num_texts - first))  # 0: other processes generate the last texts
         generator = torch.Generator(accelerator.device).manual_seed(derive_seed(config.seed, "samples", first))
+        tokens = [torch.full((count, 1), end_of_text, device=accelerator.device)]
+        stream = network.stream(
+            tokens[0],
+            max_new_tokens,
+            temperature=config.evaluation.temperature,
+            generator=generator,
+            eos_token_id=end_of_text,
+        )
         # The compiler would need seconds for shapes that no training step has.
-        with suppress(CannotGenerate), torch.compiler.set_stance("force_eager"), accelerator.autocast():
-            rows = network.generate(
-                torch.full((count, 1), end_of_text, device=accelerator.device),
-                max_new_tokens=min(config.seq_len, MAX_TOKENS_PER_TEXT) - 1,
-                temperature=config.evaluation.temperature,
-                generator=generator,
-                eos_token_id=end_of_text,
-            )
-            numbered += enumerate(tokenizer.decode_batch(rows.tolist(), skip_special_tokens=True), start=first)
+        with torch.compiler.set_stance("force_eager"), accelerator.autocast():
+            # The texts of one process may end before those of another, but all processes ask equally often.
+            for _ in range(max_new_tokens):
+                if should_stop():
+                    network.train()
+                    raise Interrupted
+                with suppress(CannotGenerate):
+                    tokens += itertools.islice(stream if count else (), 1)
+        if len(tokens) > 1:
+            rows = torch.cat(tokens, dim=1).tolist()
+            numbered += enumerate(tokenizer.decode_batch(rows, skip_special_tokens=True), start=first)
     network.train()
     texts = [text for _, text in sorted(gather_object(numbered))]
     if not texts:

@@ -30,6 +30,11 @@ class Interrupted(Exception):
     """All processes have agreed to leave a long computation, because one of them was asked to stop."""
 
 
+def never_stop() -> bool:
+    """Return False: the default of long functions that ask whether to stop."""
+    return False
+
+
 @cache
 def launcher() -> int | None:
     """Return the process that started this one, if it is torch's launcher or `accelerate launch`.

@@ -37,6 +37,7 @@ from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
 from tests.conftest import ROOT, environment, metrics, rewind, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
+from tests.support.forked import Launch, free_port
 
 TINY_MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "d_ff": 32, "dropout": 0.0, "max_position_embeddings": 64}
 TINY = {
@@ -676,6 +677,44 @@ def test_branch_compares_contents_of_modified_files(corpus, folder, runs):
     assert f"train/{file.name}: it has another content than data.prepare wrote" in done.stderr
 
 
+@pytest.mark.slow
+def test_every_copy_of_a_corpus_is_compared(corpus, folder, runs, tmp_path):
+    """Two machines with copies of their own; in one of them other tokens have the same size and the same metadata."""
+    copies = [corpus, shutil.copytree(corpus, tmp_path / "b")]
+
+    def start(*arguments, refused=""):
+        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        words = ["--config", folder / "tiny.yaml", "--out_dir", runs, "--name", "run", *arguments]
+        launches = [
+            Launch("train.py", [*map(str, words), "--data.path", str(path)], 0, environment(RANK=str(rank), **common))
+            for rank, path in enumerate(copies)
+        ]
+        codes = [launches[0].wait(120)]
+        if not refused:  # otherwise it waits until the launcher ends it, so that the message is printed once
+            codes.append(launches[1].wait(120))
+        launches[1].end()
+        output, errors = launches[0].output()
+        assert errors.count(refused) == 1 or not refused, errors
+        assert launches[1].output()[1].count("error") == 0
+        return codes, output
+
+    file = find_file(copies[1])
+    content = file.read_bytes()
+    flip(file, 100)
+    problem = f"train/{file.name}: it has another content than data.prepare wrote"
+    codes, output = start("--stop_after", 1, refused=problem)
+    assert codes == [2] and "Process(es) [0, 1] have their own copies of the corpus; comparing" in output
+    assert not (runs / "run" / "config.yaml").exists()
+    file.write_bytes(content)
+    assert start("--stop_after", 1)[0] == [75, 75]
+    codes, output = start("--stop_after", 2)
+    assert codes == [75, 75] and "comparing" not in output
+    flip(file, 100)
+    codes, output = start(refused=problem)
+    assert codes == [2] and "Process(es) [1] have their own copies of the corpus; comparing" in output
+
+
 @pytest.mark.parametrize("name", ["a", "bpe"])
 def test_bits_per_byte_match_hand_calculation(folder, runs, name):
     """Sum of the target losses in nats, divided by the bytes of the targets and by ln 2."""
@@ -750,7 +789,7 @@ def test_file_that_cannot_be_read_is_not_called_damaged(corpus, monkeypatch):
         raise OSError("Memory mapping file failed: Cannot allocate memory")  # as Arrow does under `ulimit -v`
 
     with monkeypatch.context() as patch:
-        patch.setattr("data.integrity.sha256", refuse)
+        patch.setattr("data.integrity.hash_files", lambda *_: map(refuse, [0]))
         with pytest.raises(ConfigError, match=f"{file} cannot be read: Input/output error; the corpus may be intact"):
             verify(corpus)
     with monkeypatch.context() as patch:

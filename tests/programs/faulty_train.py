@@ -1,12 +1,14 @@
 """train.py with faults: FAULTS="kill:1:3 hang:0:5" kills process 1 in step 3 of the first start, and stops process 0 in
 step 5 of the second, which an elastic launcher makes after the first has failed. Started like train.py."""
 
+import hashlib
 import os
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -14,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import train
 from data.synthetic.stories import StoriesDataset
+from runtime import files
 from runtime.cli import scripts
+from runtime.distributed import collectives
 from runtime.distributed.sharding import is_sharded
 from runtime.distributed.signals import StopSignal
 from trainer.checkpoint import saver
@@ -38,6 +42,8 @@ class Model(train.GPTModel):
     def forward(self, *arguments, **named):
         if MINE and not self.training and (Model.step or 0) in FAULTY_STEPS:
             if KIND == "stop_in_evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if KIND == "stop_in_generation" and "cache" in named:
                 os.kill(os.getpid(), signal.SIGTERM)
             if KIND == "kill_in_evaluation":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -87,14 +93,33 @@ def inject_fault(optimizer):
 
 
 def stopping(original):
-    """A function that reads a text of the training set, and at its first call sends a signal to this process."""
+    """A function during whose first call this process gets a signal, such as one that reads a text of the training set.
+
+    With several processes, those that RANK names.
+    """
 
     def call(*arguments):
-        if not StopSignal.received:
+        if MINE and not StopSignal.received:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
     return call
+
+
+class SlowHash:
+    """Takes STEP seconds for each part of a file; for "slow_hash", of the first part that is hashed."""
+
+    num_slept = 0
+
+    def __init__(self):
+        self.sha256 = hashlib.sha256()
+        self.hexdigest = self.sha256.hexdigest
+
+    def update(self, content):
+        if KIND == "stop_in_hash" or SlowHash.num_slept == 0:
+            SlowHash.num_slept += 1
+            time.sleep(int(STEP))
+        self.sha256.update(content)
 
 
 def fill(path):
@@ -125,6 +150,12 @@ if KIND == "kill_before_rename":
     saver.os.rename = dying(os.rename)
 if KIND == "stop_in_scan":
     StoriesDataset.text = stopping(StoriesDataset.text)
+if KIND == "stop_in_hash":  # which takes hours; the process of RANK reads files, or waits for the one that does
+    files.CHUNK_BYTES = 16
+    files.hashlib = SimpleNamespace(sha256=stopping(SlowHash) if os.environ.get("WORLD_SIZE", "1") == "1" else SlowHash)
+    collectives.gather_object = stopping(collectives.gather_object)
+if KIND == "slow_hash" and MINE:
+    files.hashlib = SimpleNamespace(sha256=SlowHash)
 if os.environ.get("LIE_ABOUT_FREE_SPACE"):
     shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12)
 

@@ -79,6 +79,17 @@ def test_signal_is_obeyed_while_texts_are_compared(runs):
     )
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_signal_is_obeyed_while_texts_are_generated(processes, runs, whole):
+    """Before the end of the batch, which may take minutes: no text is logged."""
+    arguments = [*RECIPE, "run", "--out_dir", runs]
+    train(*arguments, processes=processes, exit_code=1 if processes else 75, faults="stop_in_generation:0:4")
+    assert read_manifest(runs / "run" / "checkpoints" / "step-00000004").evaluated is False
+    assert not (runs / "run" / "generations.jsonl").exists()
+    train(*arguments, processes=processes)
+    assert_made_up(runs / "run", whole, 4)
+
+
 def test_row_is_kept_if_its_evaluation_is_no_longer_due(runs):
     """`evaluation.every` may change at a resume."""
     arguments = [*RECIPE, "run", "--out_dir", runs]

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import ROOT, TINY_STORIES, environment, train, train_command
+from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_command
 from tests.runtime.distributed.test_signals import WAIT_SECONDS, children, start, status
 from tests.support import forked
 
@@ -105,3 +105,26 @@ def test_hanging_tracker_does_not_delay_finished_run(runs, tmp_path):
     done = train(*arguments, "--name", "run", PYTHONPATH=str(tmp_path))
     assert "wandb has not finished after 3 s" in done.stdout and done.stdout.endswith("Training finished.\n")
     assert status(runs / "run")["state"] == "finished"
+
+
+# One process hashes the checkpoint of a run that resumes
+
+
+@pytest.mark.parametrize(("processes", "rank"), [(0, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_signal_is_obeyed_while_a_checkpoint_is_hashed(processes, rank, runs):
+    """On all processes, whichever gets the signal; the run itself is as before."""
+    arguments = [*TINY_STORIES, "--out_dir", runs, "--name", "run"]
+    train(*arguments, "--stop_after", 2, processes=processes, exit_code=1 if processes else 75)
+    rows = metrics(runs / "run")
+    done = train(*arguments, processes=processes, exit_code=1 if processes else 75, faults=f"stop_in_hash:{rank}:1")
+    assert done.stderr.count("stopped before the first step, while files were read; run the same command again") == 1
+    assert status(runs / "run")["state"] == "preempted" and status(runs / "run")["step"] == 2
+    assert metrics(runs / "run") == rows and "[step" not in done.stdout
+    assert "resumed at step 2" in train(*arguments, processes=processes).stdout
+
+
+@pytest.mark.slow
+def test_hashing_may_take_longer_than_timeout(runs):
+    arguments = [*TINY_STORIES, "--out_dir", runs, "--name", "run", "--timeout_seconds", 10]
+    train(*arguments, "--stop_after", 2, processes=2, exit_code=1)
+    assert "resumed at step 2" in train(*arguments, processes=2, faults="slow_hash:0:15").stdout

@@ -8,13 +8,15 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.config.schema import CheckpointConfig, flat_settings
-from runtime.files import sha256, write_atomically
+from runtime.distributed.signals import never_stop
+from runtime.files import hash_files, write_atomically
 from runtime.json_objects import from_json, parse_object
 
 FORMAT = 1
@@ -96,17 +98,23 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def validate(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at `path` and check every byte of its files; raise InvalidCheckpoint."""
+def validate(path: Path, should_stop: Callable[[], bool] = never_stop) -> Manifest:
+    """Read the manifest of the checkpoint at `path` and check every byte of its files.
+
+    Raises:
+        InvalidCheckpoint: a file is missing or damaged, or cannot be read.
+        Interrupted: `should_stop()` is true.
+    """
     manifest = read_manifest(path)
+    files = {path / name: expected for name, expected in manifest.files.items()}
     try:
-        for name, expected in manifest.files.items():
-            file = path / name
+        for file, expected in files.items():
             if not file.is_file():
                 raise InvalidCheckpoint(f"{file}: missing")
             if file.stat().st_size != expected.bytes:
                 raise InvalidCheckpoint(f"{file}: {file.stat().st_size} bytes instead of {expected.bytes}")
-            if sha256(file) != expected.sha256:
+        for file, content in zip(files, hash_files([*files], should_stop), strict=True):
+            if content != files[file].sha256:
                 raise InvalidCheckpoint(f"{file}: the content does not match its checksum")
     except OSError as error:
         raise InvalidCheckpoint(f"{path}: {error}") from None
@@ -129,16 +137,19 @@ def readable_checkpoints(directory: Path) -> dict[Path, Manifest]:
     return manifests
 
 
-def newest_valid(checkpoints: Path) -> tuple[Path | None, Manifest | None, list[str]]:
+def newest_valid(
+    checkpoints: Path, should_stop: Callable[[], bool] = never_stop
+) -> tuple[Path | None, Manifest | None, list[str]]:
     """Find the newest valid checkpoint, even while training adds and removes some.
 
-    Return its directory and manifest (None if there is none), and the reason why each newer one is not valid.
+    Return its directory and manifest (None if there is none), and the reason why each newer one is not valid. Raise
+    Interrupted if `should_stop()` is true.
     """
     rejected: dict[Path, str] = {}
     while remaining := [path for path in checkpoints_in(checkpoints) if path not in rejected]:
         path = remaining[0]
         try:
-            return path, validate(path), list(rejected.values())
+            return path, validate(path, should_stop), list(rejected.values())
         except InvalidCheckpoint as invalid:
             rejected[path] = str(invalid) if path.exists() else f"{path}: removed while it was read"
     return None, None, list(rejected.values())

@@ -82,7 +82,7 @@ class Session:
     validation_text: str | None = None
     """Hash of the validation documents of a text corpus, whatever the tokenizer."""
     corpus_stamp: str | None = None
-    """Hash of the sizes and times of the files of a text corpus."""
+    """Hash of the sizes and times of the files of a text corpus; of each copy of it, joined by +."""
     uncommitted_changes: str | None = None
     """Name of the patch in the run directory."""
     branched_from: Branch | None = None

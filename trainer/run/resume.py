@@ -1,6 +1,7 @@
 """Choose the checkpoint to resume from, and refuse settings that would change the run."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from model.config import GPTConfig
 from runtime.config.errors import ConfigError, OtherRunError
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import complete_settings, read_settings, unknown_settings
+from runtime.distributed.signals import never_stop
 from trainer.checkpoint.identity import compare_facts, compare_summation_order, compare_versions, describe_code
 from trainer.checkpoint.manifest import InvalidCheckpoint, Manifest, newest_valid, validate
 from trainer.run.directory import Run
@@ -47,6 +49,11 @@ class StartingPoint:
     """Whether the checkpoint is of another run."""
     evaluated: bool = False
     """Whether no evaluation of `step` is missing. A branch leaves that of its first step to its parent."""
+
+    @property
+    def parent(self) -> Run | None:
+        """The run of the checkpoint, of a branch that starts now."""
+        return Run(self.checkpoint.resolve().parent.parent) if self.checkpoint and self.is_branch else None
 
 
 def starts_afresh(config: TrainConfig) -> bool:
@@ -138,13 +145,15 @@ def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> No
         )
 
 
-def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
+def choose_starting_point(
+    run: Run, config: TrainConfig, facts: dict[str, Any], should_stop: Callable[[], bool] = never_stop
+) -> StartingPoint:
     """Choose the newest valid checkpoint of the run, else `branch_from`, else step 0; print how code and launch differ.
 
     `facts` are the `provenance` and `launch_facts` of this session. Raise ConfigError if all checkpoints of the run are
-    damaged, or the chosen one does not fit the config or the launch.
+    damaged, or the chosen one does not fit the config or the launch; Interrupted if `should_stop()` is true.
     """
-    path, manifest, rejected = newest_valid(run.checkpoints)
+    path, manifest, rejected = newest_valid(run.checkpoints, should_stop)
     for reason in rejected:
         print(f"Checkpoint skipped: {reason}")
     if manifest is not None or (run.path / "config.yaml").exists():
@@ -166,7 +175,7 @@ def choose_starting_point(run: Run, config: TrainConfig, facts: dict[str, Any]) 
         # A new branch: the model and the optimizer are those of its checkpoint.
         path = Path(config.branch_from)
         try:
-            manifest = validate(path)
+            manifest = validate(path, should_stop)
         except InvalidCheckpoint as invalid:
             raise ConfigError(f"branch_from: {invalid}") from None
         messages = differing_settings(complete_settings(manifest.config), config)

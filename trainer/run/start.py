@@ -2,13 +2,15 @@
 
 import json
 import os
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from accelerate import Accelerator
@@ -17,8 +19,9 @@ from accelerate.utils import gather_object
 from model.gpt import build_on_meta_device
 from runtime.config.errors import ConfigError, OtherRunError, RunError, error_kind
 from runtime.config.schema import TrainConfig
-from runtime.distributed.collectives import broadcast_from_main
-from runtime.distributed.signals import Preempted
+from runtime.distributed.collectives import wait_for_work
+from runtime.distributed.signals import Interrupted, Preempted, never_stop
+from runtime.distributed.world import is_main_process, process_rank
 from runtime.files import copy_contents, folder_written_atomically, move_aside, open_no_link, write_atomically
 from trainer.checkpoint.provenance import launch_facts, provenance, uncommitted_changes
 from trainer.run.directory import LOCK_FILE, Branch, Run, Status
@@ -49,24 +52,40 @@ def check_run(run: Run, config: TrainConfig) -> None:
         raise ConfigError(f"branch_from: {config.branch_from!r} is not the directory of a checkpoint")
 
 
-def open_run(run: Run, config: TrainConfig, accelerator: Accelerator) -> StartingPoint:
+def open_run(
+    run: Run, config: TrainConfig, accelerator: Accelerator, stop_requested: Callable[[], bool] = never_stop
+) -> StartingPoint:
     """Lock the directory, choose the checkpoint to start from and write the resolved config.
 
-    Called by all processes together. On all of them, raise ConfigError if another process trains the run, no valid
-    checkpoint is left or it does not fit the settings, and RunError if the directory cannot be read or written.
+    Called by all processes together, however long the checksums of large files take.
+
+    Raises:
+        ConfigError: on all processes; another process trains the run, no valid checkpoint is left, it does not fit the
+            settings, or a copy of the corpus is damaged.
+        RunError: on all processes; the directory cannot be read or written.
+        Preempted: a process was asked to stop while files were read.
     """
-    start: StartingPoint | Exception = StartingPoint()
-    if accelerator.is_main_process:
-        try:
-            start = prepare_run(run, config, launch_facts(accelerator) | provenance())
-        except OSError as error:
-            start = RunError(f"{run.path} cannot be prepared: {error}")
-            start.kind = error_kind(error)
-        except Exception as error:  # sent to the other processes, which would otherwise wait forever
-            start = error
-    start = broadcast_from_main(start)
-    if isinstance(start, Exception):
-        raise start
+    facts = launch_facts(accelerator)
+
+    def on_main(work: Callable[[Callable[[], bool]], Any]) -> Any:
+        """Call `work` on the main process, and return its result on all."""
+
+        def with_run_error(should_stop: Callable[[], bool]) -> Any:
+            try:
+                return work(should_stop)
+            except OSError as problem:
+                error = RunError(f"{run.path} cannot be prepared: {problem}")
+                error.kind = error_kind(problem)
+                raise error from None
+
+        return wait_for_work(with_run_error if accelerator.is_main_process else None, stop_requested)[0]
+
+    try:
+        start, recorded = on_main(lambda should_stop: lock_and_choose(run, config, facts, should_stop))
+        facts["corpus_stamp"] = check_corpora(config, recorded, stop_requested)
+        on_main(lambda _: write_start(run, config, start, facts))
+    except Interrupted:
+        raise Preempted("stopped before the first step, while files were read; run the same command again") from None
     if not all(gather_object([(run.path / "config.yaml").exists()])):
         raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
     return start
@@ -95,8 +114,19 @@ def record_outcome(run: Run) -> Iterator[None]:
         run.unlock()
 
 
-def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> StartingPoint:
-    """Lock the directory, move an old run aside with `resume: never`, choose the checkpoint and write all files."""
+class RecordedCorpus(NamedTuple):
+    """Copies of the corpus whose contents were compared, or trusted, at the last start."""
+
+    stamps: frozenset[str]
+    """Their `stamp_files`; none for a new run."""
+    name: str
+    """The run that recorded them."""
+
+
+def lock_and_choose(
+    run: Run, config: TrainConfig, facts: dict[str, Any], should_stop: Callable[[], bool] = never_stop
+) -> tuple[StartingPoint, RecordedCorpus]:
+    """Lock the directory, move an old run aside with `resume: never`, and choose the checkpoint."""
     # Lock the directory, and then the new one if the old one is moved aside.
     is_locked = run.lock()
     if is_locked and starts_afresh(config) and any(entry.name != LOCK_FILE for entry in run.path.iterdir()):
@@ -104,25 +134,63 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
         is_locked = run.lock()
     if not is_locked:
         raise ConfigError(f"{run.path} is in use: another training is running in it; choose another name")
-    start = choose_starting_point(run, config, facts)
-    parent = None  # of a branch that starts now
-    if start.checkpoint and start.is_branch:
-        parent = Run(start.checkpoint.resolve().parent.parent)
+    start = choose_starting_point(run, config, facts | provenance(), should_stop)
 
-    # Compare the contents of corpora whose files have been written since the last session.
+    # The copies of the corpus that the last session read.
+    sessions, name = run.sessions() if config.data.source == "text" else [], "this run"
+    if start.parent and not sessions:  # a new branch: the sessions of its parent that read the same corpus
+        rows, name = start.parent.sessions(), str(start.parent.path)
+        sessions = [row for row in rows if row.config and row.config["data"].get("hash") == config.data.hash]
+    stamps = [session.corpus_stamp.split("+") for session in sessions[-1:] if session.corpus_stamp]
+    return start, RecordedCorpus(frozenset(chain.from_iterable(stamps)), name)
+
+
+def check_corpora(config: TrainConfig, recorded: RecordedCorpus, stop_requested: Callable[[], bool]) -> str | None:
+    """Compare the contents of each copy of the corpus that the last session did not read with their checksums.
+
+    Machines may have their own copies; the first process of each reads it. Return the stamps of all copies.
+
+    Raises:
+        ConfigError: on all processes, a copy is damaged or cannot be read.
+        Interrupted: a process was asked to stop.
+    """
+    if config.data.source != "text":
+        return None
+    from data.integrity import stamp_files, verify  # imports pyarrow
+
+    folders = [Path(corpus).expanduser() for corpus in config.data.corpora]
+    stamps = wait_for_work(lambda should_stop: stamp_files(folders))
+    first_ranks = {stamp: stamps.index(stamp) for stamp in stamps}
+    if not recorded.stamps and len(first_ranks) == 1:
+        return stamps[0]  # of a new run, the only copy is the one that data.prepare wrote
+    to_read = sorted(rank for stamp, rank in first_ranks.items() if stamp not in recorded.stamps)
+    if to_read and is_main_process():
+        problem = f"The corpus was modified since the last start of {recorded.name}"
+        if not recorded.stamps or to_read[0] > 0:
+            problem = f"Process(es) {to_read} have their own copies of the corpus"
+        print(f"{problem}; comparing the contents of its files ...", flush=True)
+
+    def compare(should_stop: Callable[[], bool]) -> None:
+        for folder in folders:
+            try:
+                verify(folder, should_stop)
+            except ConfigError as error:
+                where = f" (as process {process_rank()} on {socket.gethostname()} reads it)" if process_rank() else ""
+                raise ConfigError(f"{error}{where}") from None
+
+    wait_for_work(compare if process_rank() in to_read else None, stop_requested)
+    return "+".join(sorted(first_ranks))
+
+
+def write_start(run: Run, config: TrainConfig, start: StartingPoint, facts: dict[str, Any]) -> None:
+    """Write the files of a session that is about to start, and a row of sessions.jsonl with its `facts`."""
+    parent = start.parent
+    facts = facts | provenance()
     corpora = [Path(corpus).expanduser() for corpus in config.data.corpora if config.data.source == "text"]
     if corpora:
-        from data.integrity import hash_validation_text, stamp_files, verify  # imports pyarrow
+        from data.integrity import hash_validation_text  # imports pyarrow
 
-        facts |= {"validation_text": hash_validation_text(corpora), "corpus_stamp": stamp_files(corpora)}
-        earlier, name = run.sessions(), "this run"
-        if parent and not earlier:  # a new branch: the sessions of its parent that read the same corpus
-            rows, name = parent.sessions(), str(parent.path)
-            earlier = [row for row in rows if row.config and row.config["data"].get("hash") == config.data.hash]
-        if any(session.corpus_stamp not in (None, facts["corpus_stamp"]) for session in earlier[-1:]):
-            print(f"The corpus was modified since the last start of {name}; comparing the contents of its files ...")
-            for corpus in corpora:
-                verify(corpus)
+        facts |= {"validation_text": hash_validation_text(corpora)}
 
     # Remove the rows that this session will log again, and store its settings.
     run.checkpoints.mkdir(exist_ok=True)
@@ -158,7 +226,6 @@ def prepare_run(run: Run, config: TrainConfig, facts: dict[str, Any]) -> Startin
     with open(run.path / "sessions.jsonl", "a", opener=open_no_link) as file:
         file.write(json.dumps(row) + "\n")
     run.write_status(Status("running", start.step))
-    return start
 
 
 def settings_to_store(config: TrainConfig) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from trainer.pretrained import export
 from trainer.pretrained.export import ExportConfig
 from trainer.pretrained.load import load_run, load_with_source
 from trainer.run.directory import Run
-from trainer.run.start import prepare_run
+from trainer.run.start import lock_and_choose, write_start
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -759,7 +759,9 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
         config = config.replace(**{"name": order[0], "data.mix": {str(paths[name]): 1 for name in order}})
-        prepare_run(Run.from_config(config), config, {})
+        run = Run.from_config(config)
+        start, _ = lock_and_choose(run, config, {})
+        write_start(run, config, start, {})
         assert (tmp_path / "runs" / order[0] / "tokenizer" / "chat_template.jinja").read_text() == MARKED
     assert load_corpus(settings_for("--data.path", tmp_path / "text")).has_conversations is False
 

@@ -21,7 +21,7 @@ from model.gpt import GPTModel
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.schema import CheckpointConfig, OptimizerConfig, TrainConfig
 from runtime.distributed.state_hash import digest_tensors, state_digest
-from runtime.files import sha256
+from runtime.files import hash_files, sha256
 from tests.conftest import (
     TINY_STORIES,
     assert_same_bits,
@@ -434,12 +434,12 @@ def test_manifest_step_must_match_directory(tmp_path):
 def test_checkpoint_with_read_error_is_skipped(tmp_path, monkeypatch):
     older, newest = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 5)
 
-    def broken(path):
-        if path.parent == newest:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return sha256(path)
+    def broken(paths, *arguments):
+        if paths[0].parent == newest:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(paths[0]))
+        return hash_files(paths, *arguments)
 
-    monkeypatch.setattr("trainer.checkpoint.manifest.sha256", broken)
+    monkeypatch.setattr("trainer.checkpoint.manifest.hash_files", broken)
     path, _, rejected = newest_valid(tmp_path)
     assert path == older and "Input/output error" in rejected[0] and "step-00000005" in rejected[0]
 

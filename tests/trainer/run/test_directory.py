@@ -26,7 +26,7 @@ from trainer.checkpoint.saver import SaveError, Saver
 from trainer.run import directory, resume
 from trainer.run.directory import Run, Status
 from trainer.run.metrics_log import RowWriter, read_rows, truncate_after_step
-from trainer.run.start import check_run, prepare_run, record_outcome
+from trainer.run.start import check_run, lock_and_choose, record_outcome
 from trainer.schedule import SCHEDULES
 
 STEPS = 4
@@ -345,7 +345,7 @@ def test_refused_other_corpus_keeps_status(run):
     config = parse_config([*map(str, RECIPE), "--out_dir", str(run.parent)])
     directory = Run.from_config(config)
     with pytest.raises(ConfigError, match="data.hash: None in the run, 00ff now"), record_outcome(directory):
-        prepare_run(directory, config.replace(**{"data.hash": "00ff"}), {})
+        lock_and_choose(directory, config.replace(**{"data.hash": "00ff"}), {})
     assert Run(run).status() == Status("finished", STEPS)
 
 
