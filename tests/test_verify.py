@@ -17,7 +17,7 @@ import model.attention
 import model.gpt
 import train
 from data.loader import StepDataset
-from data.sampler import BatchSizes
+from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.stories import StoriesDataset
 from runtime.cli import scripts
 from runtime.config.errors import ConfigError
@@ -122,7 +122,7 @@ def test_each_of_two_processes_trains_as_one(runs):
 def test_verify_starts_from_step_0():
     given = ["--branch_from", "runs/stories/checkpoints/step-00000500", "--init_from", "runs/stories"]
     config = parse_short_run([*map(str, TINY_STORIES), *given])
-    assert (config.branch_from, config.init_from) == (None, None)
+    assert (config.branch_from, config.init_from) == (None, "runs/stories")
 
 
 @pytest.mark.parametrize(("processes", "micro_batch_size"), [(1, 16), (2, 8), (4, 4)])
@@ -200,7 +200,7 @@ def make_a_fork():
 
     model.gpt.MLP = ScaledMLP
     train.build_optimizer = verification.build_optimizer = lambda model, *_: CountingSGD(model.parameters(), 0.1)
-    verification.GlobalBatches = {}.__getitem__
+    verification.MAX_READ = "many"
 
 
 def verify_edited(edit, file, words):
@@ -276,6 +276,19 @@ def test_undefined_metrics_and_zeros_are_compared():
     assert [verification.relative_error(*pair) for pair in equal] == [0, 0, 0]
     assert verification.relative_error(None, 1.0) == verification.relative_error(1.0, math.nan) == math.inf
     assert verification.relative_error(3.0, 2.0) == 0.5 and verification.relative_error(0.1, 0.0) > 1
+
+
+@pytest.mark.parametrize(
+    ("order", "holds"), [(lambda positions: positions % 9, True), (lambda positions: 0 * positions, False)]
+)
+def test_permutation_is_of_the_order_of_the_run(order, holds, monkeypatch):
+    """Not of an order that the check builds: a curriculum may read sample 0 alone."""
+    batches = GlobalBatches(9, BatchSizes(4), 0)
+    monkeypatch.setattr(batches, "sample_indices", order)
+    corpus = SimpleNamespace(train=range(9), quotas=None, global_batches=lambda config: batches)
+    run = SimpleNamespace(corpus=corpus, config=None, num_processes=2)
+    passed, figure = verification.Verification.order_is_a_permutation(run)
+    assert passed is holds and (holds or figure.startswith("sample 0 is read 9 times in epoch 1")), figure
 
 
 STEPS = SimpleNamespace(config=SimpleNamespace(steps=6))

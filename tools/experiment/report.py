@@ -278,7 +278,7 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     for idea in entry["ideas"]:
         if idea["message"]:
             lines.append(f"{'failed' if idea['runs'] else 'out'}: {idea['idea']}: {idea['message']}")
-        lines += [f"warning: {idea['idea']} fails a check of verify.py: {warning}" for warning in idea["warnings"]]
+        lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]
     return lines
 
 

@@ -67,7 +67,7 @@ class Variant:
     inputs: tuple[str, ...] = ()
     """Hashes of the corpora and of the initial weights."""
     warnings: tuple[str, ...] = ()
-    """Checks of verify.py that its model fails."""
+    """Checks of verify.py that its model fails or skips, and an estimate in place of counted FLOPs."""
     validation_rows: int | None = None
     """Of a text corpus: all sequences of its validation split."""
     code_name: str = ""
@@ -197,7 +197,7 @@ class Recipe:
             else:
                 settings = answer["settings"]
                 cost, inputs = (answer["parameters"], answer["flops_per_token"]), input_hashes(settings)
-                warnings = tuple(answer["warnings"] if changes_code else ())
+                warnings = tuple(answer["warnings"])
                 facts = own_hash, changes_code, self.launch, given, settings, *cost, inputs, warnings
                 variants[index] = Variant(code, *facts, answer["validation_rows"])
         return variants

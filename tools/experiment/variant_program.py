@@ -33,8 +33,8 @@ MAX_COUNTED_POSITIONS = 128  # of the sequence whose FLOPs are counted
 def resolve(baseline: str) -> int:
     """Answer each line of stdin, an object of settings by `section.name`, by an object on a line of stdout.
 
-    It has `settings`, all of them; `parameters`, `flops_per_token`, and `warnings`, the checks of verify.py that the
-    model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
+    It has `settings`, all of them; `parameters`, `flops_per_token`, and `warnings`, such as checks of verify.py that
+    the model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
     """
     # The checks are those of the baseline; what they import is of the variant.
     checks = ModuleType("trainer.checks")
@@ -50,7 +50,7 @@ def resolve(baseline: str) -> int:
                 config.flush()
                 answer = describe(config.name)
                 if sys.path[0] != baseline:
-                    answer["warnings"] = failed_checks(config.name)
+                    answer["warnings"] += check_model(config.name)
         except ConfigError as error:
             answer = {"refused": str(error).replace(f"{config.name}: ", "")}
         except Exception as error:  # whatever the code of the variant raises
@@ -77,37 +77,44 @@ def describe(file: str) -> dict[str, Any]:
         problem = "the model does not predict the next token, whose loss tools.experiment computes for all variants"
         raise ConfigError(f"predicts_next_token: {problem}; train seeds of both with tools.sweep, then tools.compare")
     config = parse_config(["--config", file])
+    with_initial = config
+    if config.init_from:  # it decides what the network is
+        from trainer.run.resolve import resolve_initial_model
+
+        with_initial, _ = resolve_initial_model(config)
     corpus = load_corpus(config.replace(**{"evaluation.num_samples": None}) if config.data.source == "text" else config)
-    with_vocabulary = corpus.fill_in(config)
+    with_vocabulary = corpus.fill_in(with_initial)
+    flops, warnings = flops_per_token(with_vocabulary)
     return {
         "settings": config.flat() | {"name": None},
         "parameters": sum(weight.numel() for weight in build_on_meta_device(with_vocabulary.model).parameters()),
-        "flops_per_token": count_flops(with_vocabulary),
+        "flops_per_token": flops,
         "validation_rows": len(corpus.validation) if config.data.source == "text" and corpus.validation else None,
-        "warnings": [],
+        "warnings": warnings,
     }
 
 
-def count_flops(config: Any) -> float:
-    """Count the FLOPs per token of the matrix products in a forward and backward, on a short sequence.
+def flops_per_token(config: Any) -> tuple[float, list[str]]:
+    """Count the FLOPs per token of the matrix products in a forward and backward, as verify.py does; return warnings.
 
-    In float64, where all products are torch's own, and with attention as separate products.
+    If the model fails on the short sequence, take its own estimate and return the error as a warning.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
     from model.gpt import GPTModel
+    from trainer.checks.model import count_flops
 
     length = min(config.seq_len, config.model.max_position_embeddings, MAX_COUNTED_POSITIONS)
-    model = GPTModel(config.model.replace(dropout=0.0)).double().train()
-    tokens = torch.zeros(1, length, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, labels=tokens)[1].backward()
-    return counter.get_total_flops() / length
+    model = GPTModel(config.model.replace(dropout=0.0)).train()
+    try:
+        return count_flops(model, length), []
+    except Exception as error:
+        estimate = "so its flops_per_token is taken instead"
+        return model.flops_per_token(length), [
+            f"FLOPs cannot be counted on {length} positions, {estimate}: {type(error).__name__}: {error}"
+        ]
 
 
-def failed_checks(file: str) -> list[str]:
-    """Return the checks of verify.py that train nothing and that the model fails.
+def check_model(file: str) -> list[str]:
+    """Run the checks of verify.py that train nothing; return those that fail or do not apply.
 
     A changed network may differ from GPT-2 and Qwen3, so `logits = transformers'` is not required to hold.
     """
@@ -115,15 +122,16 @@ def failed_checks(file: str) -> list[str]:
     from trainer.checks.short_run import parse_short_run
     from trainer.checks.verification import Verification
 
-    failed = []
+    warnings = []
     with tempfile.TemporaryDirectory() as folder:  # verify.py makes runs of its own
         config = parse_short_run(["--config", file, "--out_dir", folder, "--exact", "false"])
         verification = Verification(config, train)
         for name, check in verification.model_checks().items():
             result, figure = verification.run(check)
-            if result == "FAIL" and not name.startswith("logits = transformers'"):
-                failed.append(f"{name}: {figure}")
-    return failed
+            if result != "PASS" and not name.startswith("logits = transformers'"):
+                kind = "fails" if result == "FAIL" else "skips"
+                warnings.append(f"{kind} a check of verify.py: {name}: {figure}")
+    return warnings
 
 
 # Training

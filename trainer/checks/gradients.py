@@ -32,6 +32,10 @@ MIN_RELATIVE_NORM = 0.003
 STEP = 1e-4  # length of a finite-difference step
 
 
+class NoFloat64(Exception):
+    """The model computes a loss in float32 but not in float64, for example because it calls `.float()`."""
+
+
 def gradient_errors(
     config: TrainConfig, dataset: Any, accelerator: Accelerator, teacher_config: GPTConfig | None = None
 ) -> dict[str, float]:
@@ -40,6 +44,9 @@ def gradient_errors(
     The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It is run
     as configured, with a chunked loss, and with recomputed blocks. It learns from a teacher of `teacher_config`, if
     that is given; the objective is then compared with its definition, too.
+
+    Raises:
+        NoFloat64: the loss cannot be computed in float64, but in float32.
     """
     length = min(MAX_POSITIONS, config.seq_len)
     config = config.replace(model=make_small(config.model, length))
@@ -54,7 +61,11 @@ def gradient_errors(
     prepare_network(plain, plain_config, cpu)
     if teacher:
         add_teacher(plain, deepcopy(teacher).double(), plain_config, cpu)
-    plain_loss = compute_loss(plain, batch)
+    try:
+        plain_loss = compute_loss(plain, batch)
+    except Exception as error:
+        compute_loss(deepcopy(network), batch)  # a model that fails in float32, too, raises its error here
+        raise NoFloat64(f"{type(error).__name__}: {error}") from error
     functions = find_custom_functions(plain_loss)
     plain_loss.backward()
     expected = collect_gradients(plain)

@@ -12,7 +12,7 @@ from runtime.distributed.world import num_processes
 SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_scored_generations 0
     --tracking.log_every 1 --evaluation.num_logged_generations 0 --resume auto --schedule.name constant
     --checkpoint.every 1 --checkpoint.keep 1 --branch_from null
-    --init_from null --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
+    --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
     --tracking.tracker wandb --tracking.wandb disabled"""
 
 

@@ -1,6 +1,7 @@
 """The checks of verify.py, which trains a few steps in several ways and compares the results."""
 
 import contextlib
+import itertools
 import math
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.loader import BatchLoader
-from data.sampler import BatchSizes, GlobalBatches
 from model.config import FAMILIES
 from model.gpt import GPTModel, Output
 from runtime.config.errors import ConfigError, RunError
@@ -37,7 +37,7 @@ from runtime.machine.cpu import use_portable_arithmetic
 from trainer.block_stats import total_norm
 from trainer.checkpoint import tensor_files
 from trainer.checkpoint.manifest import step_directory
-from trainer.checks.gradients import gradient_errors
+from trainer.checks.gradients import NoFloat64, gradient_errors
 from trainer.checks.model import (
     Result,
     check_cached_logits,
@@ -51,10 +51,13 @@ from trainer.gradients import trainable_parameters
 from trainer.nested import nested_training
 from trainer.optimizer import build_optimizer
 from trainer.prepare_model import add_teacher, prepare_network
+from trainer.pretrained.load import copy_initial_weights
 from trainer.results import Results
 from trainer.run.metrics_log import read_rows
 from trainer.run.resolve import resolve
 from trainer.state import GradientReducer, TrainState
+
+MAX_READ = 50_000  # samples of the training order that are checked
 
 
 @dataclass
@@ -177,7 +180,9 @@ class Verification:
                 for family in FAMILIES
             },
             "generation with a cache = without": partial(check_cached_logits, model, self.config.seq_len),
-            "isolated documents = each document alone": partial(check_isolated_documents, model, self.config.seq_len),
+            "isolated documents = each document alone": partial(
+                check_isolated_documents, model, self.config.seq_len, is_needed="position_ids" in self.corpus.train[0]
+            ),
             "masks of both kernels = their definition": partial(check_masks, model, self.config.seq_len),
             "FLOPs per token = products that torch counts": partial(check_flops, model, self.config.seq_len),
             "constant initial weights stay constant": partial(check_constant_init, model),
@@ -226,7 +231,10 @@ class Verification:
 
     def build(self) -> tuple[GPTModel, torch.optim.Optimizer]:
         """Build the model and its optimizer on the device, as train.py does before Accelerate prepares them."""
-        network = GPTModel(self.config.model).to(self.device)
+        network = GPTModel(self.config.model)
+        if self.models.initial:
+            copy_initial_weights(network, self.models.initial)
+        network.to(self.device)
         return network, build_optimizer(network, self.config.optimizer, self.config.evaluation.ema_decay)
 
     def train_without_ddp(
@@ -281,7 +289,10 @@ class Verification:
         """Compare the gradient with autograd of plain operations in float64."""
         teacher = self.models.teacher
         teacher_config = teacher.model.config if teacher else None
-        errors = gradient_errors(self.config, self.corpus.train, self.accelerator, teacher_config)
+        try:
+            errors = gradient_errors(self.config, self.corpus.train, self.accelerator, teacher_config)
+        except NoFloat64 as error:
+            return None, f"the model does not run in float64, in which autograd would be exact enough: {error}"
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
         # In bfloat16 the router of a mixture of experts routes about one token of a hundred to another expert.
         tolerance = 1e-3 if self.accelerator.mixed_precision == "no" else 0.2
@@ -342,15 +353,33 @@ class Verification:
         return not different, f"{figure}; the first one is {different[0]}" if different else figure
 
     def order_is_a_permutation(self) -> Result:
-        """Check that every epoch visits each sample once, over all processes."""
-        size = self.config.global_batch_size
-        assert size is not None, "the config is resolved"
-        num_steps = 40
-        num_samples = num_steps * size // 3 + 1  # between two and three epochs, which end within a batch
-        order, ranks = GlobalBatches(num_samples, BatchSizes.from_config(self.config), 0), range(self.num_processes)
-        read = [i for step in range(num_steps) for rank in ranks for i in order.indices(step, rank, self.num_processes)]
-        epochs = np.sort(np.reshape(read[: 2 * num_samples], (2, num_samples)))
-        return np.array_equal(epochs, [range(num_samples)] * 2), f"2 epochs of {num_samples} samples, each read once"
+        """Check that the order of the run has each sample once in an epoch, over all processes.
+
+        Two epochs are read, or the first MAX_READ samples. In a mixture, each corpus has epochs of its own.
+        """
+        order, sizes = self.corpus.global_batches(self.config), [len(self.corpus.train)]
+        if self.corpus.quotas is not None:
+            sizes = [len(dataset) for dataset in cast(Any, self.corpus.train).datasets]
+        num_read = min(2 * sum(sizes), MAX_READ)
+        num_steps = next(step for step in itertools.count(1) if order.sizes.sequences_before(step) >= num_read)
+        local = [  # a process at a time, because an order caches the steps that it computes
+            [order.indices(step, rank, self.num_processes) for step in range(num_steps)]
+            for rank in range(self.num_processes)
+        ]
+        read = np.concatenate([indices for step in zip(*local, strict=True) for indices in step])[:num_read]
+        if len(outside := read[(read < 0) | (read >= sum(sizes))]):
+            return False, f"sample {outside[0]} is read, but there are {sum(sizes):,} samples"
+
+        first = 0
+        for size in sizes:
+            in_corpus = read[(first <= read) & (read < first + size)]
+            for epoch in range(0, len(in_corpus), size):
+                samples, counts = np.unique(in_corpus[epoch : epoch + size], return_counts=True)
+                if (most := counts.max()) > 1:
+                    sample = f"sample {samples[counts.argmax()]} is read {most} times in epoch {epoch // size + 1}"
+                    return False, f"{sample}, of the {size:,} samples of an epoch"
+            first += size
+        return True, f"the first {num_read:,} samples of the run's order, in epochs of {', '.join(map(str, sizes))}"
 
 
 def relative_error(value: float | None, expected: float) -> float:

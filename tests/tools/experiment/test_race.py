@@ -452,11 +452,11 @@ def test_wrong_patches_in_a_folder_are_out(experiments, patches):
 
 
 def test_failed_checks_are_warnings(experiments, patches):
-    patch = patches.write("x.patch", "WARNINGS = []", "WARNINGS = ['cache: 3.7e-02']")
+    patch = patches.write("x.patch", "WARNINGS = []", "WARNINGS = ['fails cache: 3.7e-02']")
     result = experiments.race(patch, A, runs=10)
-    assert by_idea(result, "warnings") == {patch: ["cache: 3.7e-02"], A: []}
+    assert by_idea(result, "warnings") == {patch: ["fails cache: 3.7e-02"], A: []}
     text = experiments.race(patch, A, runs=10, json=False)
-    assert f"warning: {patch} fails a check of verify.py: cache: 3.7e-02" in text
+    assert f"warning: {patch}: fails cache: 3.7e-02" in text
 
 
 # Costs

@@ -16,7 +16,7 @@ from model import gpt
 from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES
 from trainer import cpu_kernels
-from trainer.checks.gradients import gradient_errors
+from trainer.checks.gradients import NoFloat64, gradient_errors
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false"
 KINDS = [
@@ -127,6 +127,13 @@ def test_wrong_recomputation_is_found(monkeypatch):
 
     monkeypatch.setattr(trainer.prepare_model, "checkpointed", recomputed)
     assert wrong(errors_of()).endswith(", with recomputed blocks")
+
+
+def test_model_without_float64_is_not_compared(monkeypatch):
+    forward = gpt.MLP.forward
+    monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: forward(self, x.float()))
+    with pytest.raises(NoFloat64, match="RuntimeError: .* dtype"):
+        errors_of()
 
 
 TEACHER = {"n_layers": 1, "d_model": 24}

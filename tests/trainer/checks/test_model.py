@@ -172,7 +172,7 @@ class WithFrozenPart(model.gpt.GPTModel):
     def forward(self, input_ids, **arguments):
         if self.training:
             with torch.no_grad():
-                self.others[0].to(torch.float64)(self.token_embedding(input_ids))
+                self.others[0](self.token_embedding(input_ids))
         return super().forward(input_ids, **arguments)
 
     def flops_per_token(self, seq_len):
@@ -184,6 +184,34 @@ def test_flops_count_frozen_part(flops, passed, config, monkeypatch):
     monkeypatch.setattr(WithFrozenPart, "flops_of_others", flops, raising=False)
     monkeypatch.setattr(checks, "GPTModel", WithFrozenPart)
     assert checks.check_flops(config, 128)[0] is passed
+
+
+def say_float(monkeypatch):
+    """A block that computes in float32, as linear attentions and routers do."""
+    forward = model.gpt.MLP.forward
+    monkeypatch.setattr(model.gpt.MLP, "forward", lambda self, x: forward(self, x.float()))
+
+
+def test_flops_of_model_that_says_float(config, monkeypatch):
+    say_float(monkeypatch)
+    assert checks.check_flops(config, 128)[0]
+
+
+class RefusesDocuments(model.gpt.GPTModel):
+    """A model that has no isolated documents."""
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is not None:
+            raise ValueError("position_ids: not supported")
+        return super().forward(input_ids)
+
+
+def test_isolated_documents_may_be_refused_unless_run_has_them(monkeypatch):
+    monkeypatch.setattr(checks, "GPTModel", RefusesDocuments)
+    passed, reason = checks.check_isolated_documents(SMALL, 16, is_needed=False)
+    assert passed is None and reason.endswith("refuses position_ids: position_ids: not supported")
+    with pytest.raises(ValueError, match="position_ids: not supported"):
+        checks.check_isolated_documents(SMALL, 16, is_needed=True)
 
 
 class ForgetsCache(model.gpt.GPTModel):
