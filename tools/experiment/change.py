@@ -13,11 +13,12 @@ import subprocess
 import tempfile
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 
 from runtime.config.errors import ConfigError
@@ -53,12 +54,20 @@ class Idea:
     """Commit that the code is based on; None if only settings change."""
     diff: str = ""
     """Diff of the code from the base."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """Of an arm: the factor on the value of each setting that --tune names."""
 
     @cached_property
     def key(self) -> str:
-        """Hash of the settings and the diff."""
-        content = shlex.join(self.settings) + "\n" + self.diff
+        """Hash of the settings, the diff and the factors."""
+        content = shlex.join(self.settings) + "\n" + self.diff + (repr(self.factors) if self.factors else "")
         return sha256(content.encode(errors="surrogateescape")).hexdigest()[:8]
+
+    @property
+    def name(self) -> str:
+        """The text, of an arm with its factors but 1, such as "--model.mlp relu2 [optimizer.lr x0.5]"."""
+        factors = [f"{name} x{factor:g}" for name, factor in self.factors.items() if factor != 1]
+        return " ".join(filter(None, [self.text, f"[{', '.join(factors)}]" if factors else ""]))
 
     @property
     def code_name(self) -> str:
@@ -167,6 +176,11 @@ def seed_statements(text: str) -> Counter[str]:
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # such as a docstring
                 child.value.value = ""
     return Counter(line.strip() for line in ast.unparse(tree).splitlines() if "seed" in line)
+
+
+def arms(idea: Idea, grid: Mapping[str, Sequence[float]]) -> list[Idea]:
+    """Return an idea with each combination of the factors of a grid; without a grid, the idea alone."""
+    return [replace(idea, factors=dict(zip(grid, factors, strict=True))) for factors in product(*grid.values())]
 
 
 def split_words(text: str) -> list[str]:

@@ -76,7 +76,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     results = [result for digest in trained for result in runs_of(runs.results, digest, SEEDS_OF_CONFIRMATIONS)]
     result = {
         "version": report.JSON_VERSION,
-        "ideas": [idea.text for idea in ideas],
+        "ideas": [idea.name for idea in ideas],
         "compared": config.metric or ("excess loss" if report.has_entropy(runs.results) else "loss"),
         "seeds": config.seeds,
         "data_seed": config.data_seed,
@@ -99,7 +99,7 @@ def newest_stack(folder: Path) -> list[Idea]:
             print(error, file=sys.stderr)
             continue
         if ideas := [record.ideas[key] for key in record.stack]:
-            print(f"confirming {' + '.join(idea.text for idea in ideas)}, found by {file}", file=sys.stderr)
+            print(f"confirming {' + '.join(idea.name for idea in ideas)}, found by {file}", file=sys.stderr)
             return ideas
     raise ConfigError(
         f"ideas: no race of this code and these settings ({folder}) has found a better one; give the settings of a "
@@ -113,7 +113,7 @@ def check_settings(ideas: list[Idea]) -> None:
         for other in ideas[:number]:
             if both := idea.setting_names & other.setting_names:
                 remedy = "confirm them one by one"
-                raise ConfigError(f"ideas: {other.text!r} and {idea.text!r} set {min(both)}; {remedy}")
+                raise ConfigError(f"ideas: {other.name!r} and {idea.name!r} set {min(both)}; {remedy}")
 
 
 def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]]]:
@@ -125,14 +125,14 @@ def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]
     stacks, pairs = {"baseline": []}, []
     previous = "baseline"
     for end in range(1, len(ideas) + 1):
-        name = " + ".join(idea.text for idea in ideas[:end])
+        name = " + ".join(idea.name for idea in ideas[:end])
         stacks[name] = ideas[:end]
         pairs.append((name, previous))
         previous = name
     if len(ideas) > 1:
         pairs.insert(0, (previous, "baseline"))
         for idea in ideas[:-1]:  # without the last one it is the step before
-            name = f"all without {idea.text}"
+            name = f"all without {idea.name}"
             stacks[name] = [other for other in ideas if other is not idea]
             pairs.append((previous, name))
     return stacks, pairs

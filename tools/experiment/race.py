@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,14 @@ def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) ->
     return expand_user_path("folder", config.folder) / f"{Path(files[-1]).stem}-{baseline.digest}{kind}"
 
 
-def race_name(arguments: Sequence[str], named: Mapping[str, Idea]) -> str:
-    """Return the name of a race: a hash of its ideas.
+def race_name(arguments: Sequence[str], named: Mapping[str, Idea], tune: str | None) -> str:
+    """Return the name of a race: a hash of its ideas, and of what it tunes.
 
     Folders and text files count by their path, because ideas may be added to them. Code that is an argument, such as
     `.`, counts by its diff, so another edit is another race.
     """
     ideas = [named[text].key if text in named else text for text in arguments]
-    return sha256(repr(ideas).encode()).hexdigest()[:8]
+    return sha256(repr([*ideas, *([tune] if tune else [])]).encode()).hexdigest()[:8]
 
 
 def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
@@ -154,24 +155,26 @@ class Race:
         self, config: ExperimentConfig, recipe: Recipe, baseline: Variant, named: Mapping[str, Idea], jobs: JobRunner
     ):
         self.config, self.recipe, self.baseline, self.jobs = config, recipe, baseline, jobs
+        self.grid = config.grid
         self.start_time = time.monotonic()
-        self.texts: dict[tuple[str, int], str | None] = {
-            (text, file_time(text)): idea.key for text, idea in named.items()
+        self.texts: dict[tuple[str, int], list[Idea]] = {
+            (text, file_time(text)): change.arms(idea, self.grid) for text, idea in named.items()
         }
-        """Key of each idea by its text and the time of its file; None if it is ignored. Each is read once."""
+        """The arms of each idea by its text and the time of its file; [] if it is ignored. Each is read once."""
         self.variants: dict[str, Variant] = {}
         """The variants of the open round that race, by the key of the idea; the baseline by ""."""
         folder = experiment_folder(config, recipe, baseline)
-        self.file = folder / "races" / f"{race_name(config.ideas, named)}.json"
+        self.file = folder / "races" / f"{race_name(config.ideas, named, config.tune)}.json"
         command = f"{(recipe.commit or 'this folder')[:12]} {' '.join(recipe.words)}"
         self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
-        for idea in named.values():
-            self.record.ideas.setdefault(idea.key, idea)
         new = self.new_ideas()
-        if not self.record.ideas:
+        if not any(self.texts.values()):
             raise ConfigError(f"idea: none in {', '.join(config.ideas)}; write the first one, then start the race")
+        if self.is_tuning:
+            self.resolve(new)  # may refuse ideas; they race in the next round
+            new = self.arms_of_baseline()
         keys, self.round.out = [*self.round.ideas, *self.round.out], {}  # the limits may have changed
         resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
         test_seed = open_experiment(folder, recipe.checkouts)
@@ -183,7 +186,17 @@ class Race:
         """The open round."""
         return self.record.rounds[-1]
 
+    @property
+    def is_tuning(self) -> bool:
+        """Whether the open round tunes the baseline, before the ideas race."""
+        return bool(self.grid) and len(self.record.rounds) == 1
+
     # Ideas
+
+    def arms_of_baseline(self) -> list[str]:
+        """Return the keys of the baseline with each factor but 1; they are ideas of the first round."""
+        arms = change.arms(Idea(""), self.grid)[1:]
+        return [self.record.ideas.setdefault(arm.key, arm).key for arm in arms if arm.key not in self.round.ideas]
 
     def new_ideas(self) -> list[str]:
         """Return the keys of ideas that are in no round yet; folders may have new ones at any time.
@@ -194,16 +207,16 @@ class Race:
             version = text, file_time(text)
             if version in self.texts:
                 continue
-            self.texts[version] = None
+            self.texts[version] = []
             try:
-                idea = parse_idea(text)
+                self.texts[version] = change.arms(parse_idea(text), self.grid)
             except ConfigError as error:
                 print(f"ignored: {text}: {error}", file=sys.stderr)
-            else:
-                self.texts[version] = self.record.ideas.setdefault(idea.key, idea).key
+        for arm in chain.from_iterable(self.texts.values()):
+            self.record.ideas.setdefault(arm.key, arm)
         seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
         seen |= {*self.record.same}
-        return [key for key in dict.fromkeys(self.texts.values()) if key and key not in seen]
+        return [key for key in self.record.ideas if key not in seen and self.record.ideas[key].text]
 
     def resolve(self, keys: Sequence[str]) -> dict[str, Variant]:
         """Return the variants of ideas that are new in the open round, and its baseline the first time, under "".
@@ -218,7 +231,7 @@ class Race:
         for key, variant in zip(keys, resolved, strict=True):
             reason = ""
             if both := taken.keys() & ideas[key].setting_names if key else set():
-                reason = f"sets {min(both)}, as {taken[min(both)].text!r} in the baseline does"
+                reason = f"sets {min(both)}, as {taken[min(both)].name!r} in the baseline does"
             elif isinstance(variant, Exception):
                 reason = str(variant)
                 if not key:
@@ -237,7 +250,7 @@ class Race:
     def leave_out(self, key: str, reason: str) -> None:
         """Note that an idea does not race in the open round."""
         self.round.out[key] = reason
-        print(f"idea: {self.record.ideas[key].text}: {reason}", file=sys.stderr)
+        print(f"idea: {self.record.ideas[key].name}: {reason}", file=sys.stderr)
 
     def enter(self, variants: dict[str, Variant]) -> None:
         """Let variants race in the open round; of ideas that train the same, the first stands for all of them."""
@@ -252,7 +265,7 @@ class Race:
                 continue
             first = next((other for other, one in self.variants.items() if one.digest == variant.digest), "")
             if first:
-                print(f"idea: {ideas[key].text}: trains the same as {ideas[first].text}", file=sys.stderr)
+                print(f"idea: {ideas[key].name}: trains the same as {ideas[first].name}", file=sys.stderr)
                 self.record.same.append(key)
             else:
                 self.variants[key] = variant
@@ -294,10 +307,11 @@ class Race:
                 self.check_baseline()
                 keys, findings = self.findings()
                 # If the budget is spent, another idea may be better than the best.
-                if (best := verdicts.best_idea(findings)) is None:
+                if (best := verdicts.best_idea(findings)) is not None:
+                    self.accept(keys[best])
+                elif not self.is_tuning or self.is_budget_spent():
                     self.say_if_too_short(findings)
                     return
-                self.accept(keys[best])
             if not self.open_next_round():
                 return
 
@@ -320,13 +334,17 @@ class Race:
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""
         keys, findings = self.findings()
+        stack = [*self.round.stack, *([self.round.winner] if self.round.winner else [])]
+        joined = {self.record.ideas[key].text for key in stack}  # with all their arms
         others = [
-            key for key, found in zip(keys, findings, strict=True) if races_on(found) and key != self.round.winner
+            key
+            for key, found in zip(keys, findings, strict=True)
+            if races_on(found) and self.record.ideas[key].text not in joined and not self.is_tuning
         ]
         others += self.new_ideas()
         if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
             return False
-        self.record.rounds.append(Round([*self.round.stack, str(self.round.winner)]))
+        self.record.rounds.append(Round(stack))
         self.variants = {}
         self.enter(self.resolve(others))
         return True
@@ -334,7 +352,7 @@ class Race:
     def accept(self, winner: str) -> None:
         """Let an idea join the baseline, and write what the race has found so far."""
         idea = self.record.ideas[winner]
-        print(f"round {len(self.record.rounds)}: better, and in the baseline from now on: {idea.text}", file=sys.stderr)
+        print(f"round {len(self.record.rounds)}: better, and in the baseline from now on: {idea.name}", file=sys.stderr)
         # The settings of its runs as one config, and its changes of the code as one patch.
         ideas = [self.record.ideas[key] for key in (*self.round.stack, winner)]
         settings = yaml.safe_dump(self.variants[winner].given, sort_keys=False)
@@ -348,7 +366,7 @@ class Race:
 
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
-        if new := self.new_ideas():
+        if not self.is_tuning and (new := self.new_ideas()):
             if self.config.equal == "seconds" and self.runs.pending:
                 return "wait"  # runs that are timed must have the machine for themselves
             self.enter(self.resolve(new))

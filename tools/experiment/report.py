@@ -14,6 +14,7 @@ from runtime.cli.output import aligned
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from tools.experiment import verdicts
+from tools.experiment.change import Idea
 from tools.experiment.picture import draw, label, unit_of
 from tools.experiment.record import Record, Round
 from tools.experiment.runs import Result, group_of, read_results, runs_of
@@ -98,7 +99,7 @@ def describe_race(file: Path) -> dict[str, Any]:
             else:
                 last[idea["idea"]] = idea | {"verdict": idea["verdict"] or "failed"}
     ended = [run for digest in record.digests for run in runs_of(results, digest)]
-    stack = [record.ideas[key].text for key in record.stack]
+    stack = [record.ideas[key].name for key in record.stack]
     stack_file, patch = file.with_suffix(".yaml"), file.with_suffix(".patch")
     result = {
         "version": JSON_VERSION,
@@ -141,21 +142,49 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
     ideas = []
     for (key, described), finding in zip(entry.ideas.items(), find(entry, results, record.margin), strict=True):
         runs = runs_of(results, described["digest"])
-        ideas.append(describe_idea(record.ideas[key].text, number, finding, runs, baseline, described, entry.baseline))
-        ideas[-1]["joined"] = key == entry.winner
-    ideas.sort(key=lambda idea: math.inf if idea["effect"] is None else idea["effect"])
+        ideas.append(describe_idea(record.ideas[key].name, number, finding, runs, baseline, described, entry.baseline))
+        ideas[-1] |= {"joined": key == entry.winner, **describe_arm(record.ideas[key])}
+    ideas = group_arms(ideas)
     nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS))
     for key, reason in entry.out.items():
-        out = {"idea": record.ideas[key].text, "round": number, "verdict": "failed" if number == 1 else None}
-        ideas.append(out | {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False} | nothing)
+        out = {"idea": record.ideas[key].name, "round": number, "verdict": "failed" if number == 1 else None}
+        out |= {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False}
+        ideas.append(out | describe_arm(record.ideas[key]) | nothing)
     return {
         "round": number,
-        "stack": [record.ideas[key].text for key in entry.stack],
+        "stack": [record.ideas[key].name for key in entry.stack],
         "baseline_loss": mean(run.loss for run in baseline),
         "baseline_excess_loss": mean_excess(baseline),
         "baseline_runs": len(baseline),
         "ideas": ideas,
     }
+
+
+def describe_arm(idea: Idea) -> dict[str, Any]:
+    """Return of which idea an arm of a tuned race is one, and its factors; of another idea, itself and none."""
+    return {"arm_of": idea.text or "baseline", "factors": idea.factors, "edge": None}
+
+
+def group_arms(ideas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ideas, the best first; the arms of an idea follow its best one.
+
+    If that is at an edge of the grid, it says so, because the best of all arms may then lie beyond the grid.
+    """
+
+    def effect(idea: Mapping[str, Any]) -> float:
+        return math.inf if idea["effect"] is None else idea["effect"]
+
+    families: dict[str, list[dict[str, Any]]] = {}
+    for idea in sorted(ideas, key=effect):
+        families.setdefault(idea["arm_of"], []).append(idea)
+    for best, *others in families.values():
+        for name, factor in best["factors"].items():
+            factors = [1.0, *(arm["factors"][name] for arm in others)]
+            if best["effect"] is not None and not min(factors) < factor < max(factors):
+                best["edge"] = (
+                    f"{name} x{factor:g} is the {'lowest' if factor <= min(factors) else 'highest'} of its grid"
+                )
+    return [idea for family in families.values() for idea in family]
 
 
 def describe_idea(
@@ -270,12 +299,18 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     if len(entry["ideas"]) == 1 and entry["ideas"][0]["verdict"] != "better":
         lines.append(sentence(entry["ideas"][0], entry, race))
     table = [["idea", race["compared"], "95% interval", "verdict", "q", "runs", "failed", *COSTS]]
+    seen: set[str] = set()
     for idea in entry["ideas"]:
         costs = [number(idea[name]) for name in COSTS]
         known = [percent(idea["effect"]), interval(idea), verdict_text(idea), number(idea["q"], ".2g")]
-        table.append([label(idea["idea"]), *known, str(idea["runs"]), str(idea["failed"] or ""), *costs])
+        is_best_arm = idea["arm_of"] not in seen
+        name = idea["idea"] if is_best_arm else f"    {idea['idea'].removeprefix(idea['arm_of']).strip()}"
+        seen.add(idea["arm_of"])
+        table.append([label(name), *known, str(idea["runs"]), str(idea["failed"] or ""), *costs])
     lines += ["", *aligned(table)]
     for idea in entry["ideas"]:
+        if idea["edge"] and idea["verdict"] != "worse":
+            lines.append(f"at the edge: {idea['idea']}: {idea['edge']}; a wider --tune may find a better one")
         if idea["message"]:
             lines.append(f"{'failed' if idea['runs'] else 'out'}: {idea['idea']}: {idea['message']}")
         lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]

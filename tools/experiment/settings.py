@@ -95,9 +95,33 @@ class ExperimentConfig(IdeasConfig):
     max_flops: PositiveFloat | None = None
     """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
 
+    tune: str | None = None
+    """A setting and factors on its value, such as optimizer.lr=0.5,1,2. First the baseline is trained with each, and
+    one that is better joins it. Then each idea races with each factor, as arms of the same race. null: all have the
+    value that they are given."""
+
     compute_multiplier: bool = False
     """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
     loss of what was found."""
+
+    @property
+    def grid(self) -> dict[str, list[float]]:
+        """The setting to tune with its factors, of which 1 is the first; {} if there is none.
+
+        Raises:
+            ConfigError: `tune` has another form.
+        """
+        if self.tune is None:
+            return {}
+        name, _, words = self.tune.partition("=")
+        try:
+            factors = [float(word) for word in words.split(",")]
+        except ValueError:
+            factors = []
+        if not name or len(factors) < 2 or not all(0 < factor < math.inf for factor in factors):
+            form = "a setting and at least two positive factors, such as optimizer.lr=0.5,1,2"
+            raise ConfigError(f"tune: {self.tune!r} must be {form}")
+        return {name: list(dict.fromkeys([1.0, *factors]))}
 
 
 class ConfirmConfig(IdeasConfig):

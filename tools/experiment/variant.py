@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +155,11 @@ class Recipe:
         for index, stack in enumerate(stacks):
             try:
                 code = self.checkouts.folder(change.merge(self.commit, stack))
-                words = [*self.words, *chain.from_iterable(idea.settings for idea in stack)]
-                given = given_settings(words, code, self.config_files) | dict(self.settings)
+                given = given_settings(self.words, code, self.config_files)
+                for idea in stack:
+                    given |= given_settings(idea.settings, code, self.config_files)
+                    given |= {name: scaled(name, given, factor) for name, factor in idea.factors.items()}
+                given |= dict(self.settings)
                 requests.setdefault(code, {})[index] = given
             except ConfigError as error:
                 found[index] = error
@@ -224,6 +226,14 @@ def given_settings(words: Sequence[str], code: Path, config_files: dict[Path, st
         else:
             given[option.removeprefix("--")] = read_yaml(value) if value[:1] in ("[", "{") else parse_null(value)
     return given
+
+
+def scaled(name: str, given: dict[str, Any], factor: float) -> float:
+    """Return a factor times the value that a setting is given; raise ConfigError if it is given no number."""
+    try:
+        return float(f"{factor * float(given[name]):.6g}")
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"tune: {name}: {given.get(name)} is no number; give all runs one") from None
 
 
 def parse_null(value: str) -> str | None:

@@ -681,3 +681,62 @@ def test_real_training(tmp_path):
     subprocess.run([sys.executable, "train.py", *words], cwd=clone, env=environment(), check=True)
     digests = {one["digest"] for one in map(json.loads, (folder / "results.jsonl").read_text().splitlines())}
     assert metrics(tmp_path / "out" / "x")[-1]["state/digest"] in digests
+
+
+# Tuning
+
+# Each idea has a learning rate of its own: with --model.sham, half of the baseline's is the best.
+OWN_RATE = """
+import math
+best = 0.5 if settings["model.sham"] else 1.0
+settings["model.effect_c"] *= math.exp(abs(math.log(settings["optimizer.lr"] / best)) / 4)
+settings["optimizer.lr"] = 1.0
+"""
+RATE = ("--optimizer.lr", "1")
+
+
+def test_idea_is_compared_at_its_own_best_rate(experiments):
+    """At the baseline's rate it is no better; equally tuned it is."""
+    experiments.hook(OWN_RATE)
+    idea = "--model.sham 1 --model.effect_a 0.9"
+    assert by_idea(experiments.race(idea, *RATE)) == {idea: "no gain"}
+    result = experiments.race(idea, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2)
+    best = f"{idea} [optimizer.lr x0.5]"
+    assert result["stack"] == [best]
+    tuning, ideas = result["rounds"]
+    assert {arm["idea"] for arm in tuning["ideas"]} == {"[optimizer.lr x0.5]", "[optimizer.lr x2]"}
+    assert {arm["arm_of"] for arm in tuning["ideas"]} == {"baseline"} and not any(
+        arm["joined"] for arm in tuning["ideas"]
+    )
+    assert [arm["factors"]["optimizer.lr"] for arm in ideas["ideas"]] == [0.5, 1, 2], "the best arm first"
+    assert ideas["ideas"][0]["effect"] == pytest.approx(-0.1, abs=0.02)
+    assert ideas["ideas"][0]["edge"] == "optimizer.lr x0.5 is the lowest of its grid"
+    assert all(arm["edge"] is None for arm in ideas["ideas"][1:])
+    assert experiments.race(idea, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2) == result and not experiments.started()
+    # On new seeds, best against best.
+    confirmed = experiments.confirm(*RATE)
+    assert confirmed["ideas"] == [best]
+    assert confirmed["differences"][0]["effect"] == pytest.approx(-0.1, abs=0.02)
+
+
+def test_baseline_is_tuned_first(experiments):
+    """A rate that is better joins the baseline, so an idea that only needs that rate gains nothing."""
+    experiments.hook("import math\nsettings['model.effect_c'] *= math.exp(abs(math.log(settings['optimizer.lr'] / 2)))")
+    result = experiments.race(A, NOTHING, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2)
+    assert result["rounds"][0]["ideas"][0]["joined"] and result["stack"] == ["[optimizer.lr x2]", A]
+    rates = {arm["idea"]: arm["verdict"] for arm in result["rounds"][1]["ideas"]}
+    assert rates[A] == "better" and rates[f"{A} [optimizer.lr x2]"] == "worse", "factors are those of the tuned rate"
+    experiments.race(A, NOTHING, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2, json=False)
+    assert "    [optimizer.lr x2]" in experiments.output and "Round 1, on the baseline" in experiments.output
+
+
+@pytest.mark.parametrize("tune", ["optimizer.lr", "optimizer.lr=2", "optimizer.lr=0,1", "optimizer.lr=a,b", "=1,2"])
+def test_wrong_tune_is_refused(experiments, tune):
+    message = experiments.race(A, *RATE, tune=tune, error=ConfigError)
+    assert (
+        message == f"tune: {tune!r} must be a setting and at least two positive factors, such as optimizer.lr=0.5,1,2"
+    )
+
+
+def test_tuned_setting_needs_a_number(experiments):
+    assert "tune: model.nothing: None is no number" in experiments.race(A, tune="model.nothing=1,2", error=ConfigError)
