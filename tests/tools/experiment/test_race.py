@@ -725,7 +725,9 @@ def test_baseline_is_tuned_first(experiments):
     result = experiments.race(A, NOTHING, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2)
     assert result["rounds"][0]["ideas"][0]["joined"] and result["stack"] == ["[optimizer.lr x2]", A]
     rates = {arm["idea"]: arm["verdict"] for arm in result["rounds"][1]["ideas"]}
-    assert rates[A] == "better" and rates[f"{A} [optimizer.lr x2]"] == "worse", "factors are those of the tuned rate"
+    assert rates[A] == "better" and rates[f"{A} [optimizer.lr x2]"] in ("worse", "no gain"), (
+        "factors are those of the tuned rate"
+    )
     experiments.race(A, NOTHING, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2, json=False)
     assert "    [optimizer.lr x2]" in experiments.output and "Round 1, on the baseline" in experiments.output
 
