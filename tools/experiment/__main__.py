@@ -12,7 +12,7 @@ run the same command again to resume. docs/experiments.md explains the method.
 
 if __name__ == "__main__":
     from runtime.cli.scripts import run_and_exit
-    from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
+    from tools.experiment.settings import AgreementConfig, ConfirmConfig, ExperimentConfig, ReportConfig
 
     run_and_exit(
         "tools.experiment",
@@ -21,6 +21,7 @@ if __name__ == "__main__":
         module="tools.experiment.race",
         commands={
             "report": (ReportConfig, "tools.experiment.report"),
+            "agreement": (AgreementConfig, "tools.experiment.agreement"),
             "confirm": (ConfirmConfig, "tools.experiment.confirm"),
         },
     )

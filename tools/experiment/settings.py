@@ -75,34 +75,13 @@ class IdeasConfig(ReportConfig):
         return next(options, len(self.ideas_and_settings))
 
 
-class ExperimentConfig(IdeasConfig):
-    """Races ideas against the baseline; the best joins it, and the others race again on top.
-
-    `python -m tools.experiment confirm` trains what a race found on new seeds, and `report` prints all results again;
-    both have a --help of their own.
-    """
-
-    runs: PositiveInt | None = None
-    """Runs of the race, those of earlier commands included. null: 8 for each idea and 40 more, or as many as the
-    minutes allow."""
-
-    rounds: PositiveInt | None = None
-    """Rounds. null: until a round finds nothing better."""
-
-    max_parameters: PositiveFloat | None = None
-    """Largest number of parameters, relative to the baseline: other ideas do not run. null: any."""
-
-    max_flops: PositiveFloat | None = None
-    """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
+class TunedConfig(IdeasConfig):
+    """Ideas that race with a setting of their own."""
 
     tune: str | None = None
     """A setting and factors on its value, such as optimizer.lr=0.5,1,2. First the baseline is trained with each, and
     one that is better joins it. Then each idea races with each factor, as arms of the same race. null: all have the
     value that they are given."""
-
-    compute_multiplier: bool = False
-    """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
-    loss of what was found."""
 
     @property
     def grid(self) -> dict[str, list[float]]:
@@ -122,6 +101,31 @@ class ExperimentConfig(IdeasConfig):
             form = "a setting and at least two positive factors, such as optimizer.lr=0.5,1,2"
             raise ConfigError(f"tune: {self.tune!r} must be {form}")
         return {name: list(dict.fromkeys([1.0, *factors]))}
+
+
+class ExperimentConfig(TunedConfig):
+    """Races ideas against the baseline; the best joins it, and the others race again on top.
+
+    `python -m tools.experiment confirm` trains what a race found on new seeds, and `report` prints all results again;
+    both have a --help of their own.
+    """
+
+    runs: PositiveInt | None = None
+    """Runs of the race, those of earlier commands included. null: 8 for each idea and 40 more, or as many as the
+    minutes allow."""
+
+    rounds: PositiveInt | None = None
+    """Rounds. null: until a round finds nothing better."""
+
+    max_parameters: PositiveFloat | None = None
+    """Largest number of parameters, relative to the baseline: other ideas do not run. null: any."""
+
+    max_flops: PositiveFloat | None = None
+    """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
+
+    compute_multiplier: bool = False
+    """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
+    loss of what was found."""
 
 
 class ConfirmConfig(IdeasConfig):
@@ -146,3 +150,13 @@ class ConfirmConfig(IdeasConfig):
         if not sizes or not all(1 <= size < math.inf for size in sizes):
             raise ConfigError(f"sizes: {self.sizes!r} must be numbers of at least 1, separated by commas, such as 1,4")
         return sorted(set(sizes))
+
+
+class AgreementConfig(TunedConfig):
+    """Compares the effects that a testbed finds with those that the field knows (benchmarks/known_effects.yaml)."""
+
+    half: Literal["choose", "report"] = "choose"
+    """Half of the list: choose, to choose between testbeds; report, for the agreement of the one that was chosen."""
+
+    seeds: Annotated[int, Field(ge=2, lt=2**62)] = 4
+    """Runs of each idea, besides those that tune it; the baseline has twice as many."""

@@ -1,0 +1,147 @@
+"""Compare a testbed with effects that the field knows: python -m tools.experiment agreement [options] [settings].
+
+A testbed is what all runs have in common: data, steps, model, learning rates. benchmarks/known_effects.yaml has ideas
+with the sign of their effect in larger runs; a testbed is good if its estimates have these signs. Testbeds are chosen
+by one half of the list and reported on the other.
+
+With --tune, the baseline and each idea are trained once with each factor. The best arm of each is then trained with
+other seeds, which alone are compared, so that the choice of an arm by its loss makes no effect look better.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from runtime.cli.output import aligned
+from runtime.config.yaml_files import read_yaml
+from runtime.files import write_atomically
+from tools.experiment import change, report, verdicts
+from tools.experiment.change import ROOT, Idea, parse_idea
+from tools.experiment.race import baseline_margin, experiment_folder, open_experiment, resolve_baseline, run_with_json
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs
+from tools.experiment.settings import AgreementConfig
+from tools.experiment.variant import Recipe, Variant
+from tools.jobs.runner import JobRunner
+
+EFFECTS = ROOT / "benchmarks" / "known_effects.yaml"
+BASELINE = "baseline"
+TUNING_SEED = 0
+BASELINE_SEEDS = 2  # times those of an idea, because all ideas are compared with it
+
+
+def main(config: AgreementConfig) -> None:
+    """Train the ideas of a half of the list, and print their effects beside the known ones.
+
+    Raises:
+        ConfigError: a setting is refused.
+        RunError: the environment failed, for example by a full disk.
+        SystemExit: with code 75 after a signal; run the same command again to resume.
+    """
+    run_with_json(config, agreement)
+
+
+def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
+    """Train the ideas, save the table and return it as lines."""
+    effects = {entry["name"]: entry for entry in read_yaml(EFFECTS.read_text()) if entry.get("half") == config.half}
+    ideas = {BASELINE: Idea("")} | {name: parse_idea(entry["change"]) for name, entry in effects.items()}
+    baseline, recipe = resolve_baseline(recipe)
+    folder = experiment_folder(config, recipe, baseline)
+    grid = [(name, arm) for name, idea in ideas.items() for arm in change.arms(idea, config.grid)]
+    resolved = recipe.variants([[arm] for _, arm in grid])
+    runs = Runs(folder, baseline, jobs, open_experiment(folder, recipe.checkouts), config.metric)
+    arms: dict[str, list[Variant]] = {name: [] for name in ideas}
+    factors: dict[str, dict[str, float]] = {}
+    for (name, arm), variant in zip(grid, resolved, strict=True):
+        if isinstance(variant, Variant):
+            arms[name].append(runs.equalize(variant, config.equal))
+            factors[arms[name][-1].digest] = arm.factors
+        else:
+            print(f"{name}: {variant}", file=sys.stderr)
+
+    # The best arm of each, by one run of each arm; then its runs with other seeds, one seed of all after another.
+    start_time = time.monotonic()
+    if config.grid:
+        train(runs, [(variant, TUNING_SEED) for some in arms.values() for variant in some], config, start_time)
+    best = {name: min(some, key=lambda variant: tuning_loss(runs, variant)) for name, some in arms.items() if some}
+    seeds = {name: config.seeds * (BASELINE_SEEDS if name == BASELINE else 1) for name in best}
+    planned = [(number, best[name], seed) for name in best for number, seed in spread(seeds[name], config.seeds)]
+    planned.sort(key=lambda one: one[0])
+    train(runs, [(variant, seed) for _, variant, seed in planned], config, start_time)
+
+    groups = {name: runs.group(variant, SEEDS_OF_CONFIRMATIONS) for name, variant in best.items()}
+    measured = [name for name, group in groups.items() if group.values and name != BASELINE]
+    pairs = [(0, number) for number in range(1, len(measured) + 1)]
+    of_pairs = [groups[BASELINE], *(groups[name] for name in measured)]
+    found = verdicts.find(of_pairs, pairs, baseline_margin(config, baseline), len(pairs)) if measured else []
+    rows = [
+        {
+            "name": name,
+            "known": effects[name]["effect"],
+            **report.describe_finding(finding),
+            "runs": groups[name].num_ended,
+            "factors": factors[best[name].digest],
+        }
+        for name, finding in zip(measured, found, strict=True)
+    ]
+    result = {
+        "version": report.JSON_VERSION,
+        "half": config.half,
+        "tune": config.tune,
+        "equal": config.equal,
+        "settings": recipe.words,
+        "baseline_factors": factors[best[BASELINE].digest],
+        "baseline_loss": report.mean(run.loss for run in runs_with(runs, best[BASELINE])),
+        "seconds": sum(run.seconds or 0.0 for some in arms.values() for one in some for run in runs_with(runs, one)),
+        "right": sum(has_sign(row) for row in rows),
+        "clearly_wrong": sum(row["verdict"] in ("better", "worse") and not has_sign(row) for row in rows),
+        "effects": rows,
+    }
+    file = folder / "agreement" / f"{config.half}{'-tuned' if config.grid else ''}.json"
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, json.dumps(result, indent=1) + "\n")
+    return [json.dumps(result)] if config.print_json else lines(result)
+
+
+def train(runs: Runs, planned: Iterable[Planned], config: AgreementConfig, start_time: float) -> None:
+    """Train the runs that have no result yet."""
+    unique = {f"{variant.digest}-{seed}": (variant, seed) for variant, seed in planned}
+    todo = [one for name, one in unique.items() if not runs.is_known(name)]
+
+    def next_run() -> Next:
+        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes) else None
+
+    runs.train(next_run)
+
+
+def spread(count: int, rounds: int) -> list[tuple[float, int]]:
+    """Return reserved seeds, each with the round in which it is trained, evenly spread over the rounds."""
+    return [(number * rounds / count, seed) for number, seed in enumerate(SEEDS_OF_CONFIRMATIONS[:count])]
+
+
+def tuning_loss(runs: Runs, variant: Variant) -> float:
+    """Return the log loss of the run that tunes; infinity if it failed or does not exist."""
+    result = runs.results.get(f"{variant.digest}-{TUNING_SEED}")
+    return float("inf") if result is None or result.loss is None else result.value
+
+
+def runs_with(runs: Runs, variant: Variant) -> list[Any]:
+    """Return the results of a variant."""
+    return [result for result in runs.results.values() if result.digest_of_variant == variant.digest]
+
+
+def has_sign(row: dict[str, Any]) -> bool:
+    """Return whether an estimate has the sign that is known."""
+    return (row["effect"] < 0) == (row["known"] == "better")
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """Return the table as text."""
+    table = [["idea", "known", "effect", "95% interval", "verdict", "runs", "factor"]]
+    for row in sorted(result["effects"], key=lambda row: row["effect"]):
+        mark = "" if has_sign(row) else (" WRONG" if row["verdict"] in ("better", "worse") else " (wrong sign)")
+        cells = [report.percent(row["effect"]), report.interval(row), f"{row['verdict']}{mark}", str(row["runs"])]
+        table.append([row["name"], row["known"], *cells, ", ".join(f"x{one:g}" for one in row["factors"].values())])
+    counts = f"{result['right']} of {len(result['effects'])} signs right, {result['clearly_wrong']} clearly wrong"
+    return [*aligned(table), f"{counts}; {result['seconds'] / 3600:.2f} CPU hours"]
