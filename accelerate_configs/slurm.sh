@@ -30,29 +30,9 @@ export PET_SHUTDOWN_TIMEOUT=150
 # srun of Slurm 22.05 and later does not inherit sbatch's --cpus-per-task.
 [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-# Print the directory of the run that these arguments train. A wrong setting is printed here, before any node starts.
-run_directory() {
-    python -c 'import sys
-from runtime.config.parser import ConfigError, parse_config
-from trainer.run.directory import Run
-try:
-    print(Run.from_config(parse_config(sys.argv[2:], int(sys.argv[1]))).path)
-except ConfigError as error:
-    sys.exit(f"train.py: error: {error}")' $((SLURM_NNODES * PROCESSES)) "$@"
-}
-RUN=$(run_directory "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}") || exit 2
-if [ -n "$SLURM_ARRAY_TASK_ID" ] && [ "$RUN" = "$(run_directory "${@//%a/$((SLURM_ARRAY_TASK_ID + 1))}")" ]; then
-    echo "All tasks of this array would train $RUN; add for example --name seed_%a --seed %a" >&2
-    exit 2
-fi
-if [ -e "$RUN/.lock" ] && { flock --nonblock --conflict-exit-code 75 "$RUN/.lock" true; [ $? = 75 ]; }; then
-    echo "$RUN is in use: another training is running in it; choose another --name" >&2
-    exit 2
-fi
-
 # All attempts of a job run the code of the first one, whatever the working tree holds by then. The copy has the commit,
 # so that a run records what it trained with, and the uncommitted changes and new files.
-CODE=$(realpath --canonicalize-missing "$RUN/../.code/$SLURM_JOB_ID")
+export CODE=$PWD/runs/.code/$SLURM_JOB_ID
 if [ ! -d "$CODE" ]; then
     rm -rf "$CODE.new"
     if git clone --quiet --depth 1 --no-checkout "file://$PWD" "$CODE.new" && git -C "$CODE.new" reset --quiet &&
@@ -65,18 +45,46 @@ if [ ! -d "$CODE" ]; then
         CODE=$PWD
     fi
 fi
-echo "Training $RUN with the code in $CODE"
-arguments=()
-for argument in "${@//%a/$SLURM_ARRAY_TASK_ID}"; do
-    file=${argument#--config=}
-    if [ "$previous" = --config ] || [ "$file" != "$argument" ]; then
-        [ ! -f "$CODE/$file" ] || argument=${argument%"$file"}$CODE/$file
-    fi
-    arguments+=("$argument")
-    previous=$argument
-done
+remove_copy() { [ "$CODE" = "$PWD" ] || { rm -rf "$CODE"; rmdir --ignore-fail-on-non-empty "${CODE%/*}"; }; }
+refuse() { remove_copy; [ -z "$1" ] || echo "$1" >&2; exit 2; }
 
-export CODE
+# Set `arguments` to those of a task of an array, with config files of the copy.
+set_arguments() {
+    local task=$1 argument file previous=
+    arguments=()
+    shift
+    for argument in "${@//%a/$task}"; do
+        file=${argument#--config=}
+        if [ "$previous" = --config ] || [ "$file" != "$argument" ]; then
+            [ ! -f "$CODE/$file" ] || argument=${argument%"$file"}$CODE/$file
+        fi
+        arguments+=("$argument")
+        previous=$argument
+    done
+}
+
+# Print the directory of the run that `arguments` train. A wrong setting is printed here, before any node starts.
+run_directory() {
+    PYTHONSAFEPATH=1 PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} python -c 'import sys
+from runtime.config.parser import ConfigError, parse_config
+from trainer.run.directory import Run
+try:
+    print(Run.from_config(parse_config(sys.argv[2:], int(sys.argv[1]))).path)
+except ConfigError as error:
+    sys.exit(f"train.py: error: {error}")' $((SLURM_NNODES * PROCESSES)) "${arguments[@]}"
+}
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    set_arguments $((SLURM_ARRAY_TASK_ID + 1)) "$@"
+    NEXT=$(run_directory) || refuse
+fi
+set_arguments "${SLURM_ARRAY_TASK_ID:-%a}" "$@"
+RUN=$(run_directory) || refuse
+[ "$RUN" != "$NEXT" ] || refuse "All tasks of this array would train $RUN; add for example --name seed_%a --seed %a"
+if [ -e "$RUN/.lock" ] && { flock --nonblock --conflict-exit-code 75 "$RUN/.lock" true; [ $? = 75 ]; }; then
+    refuse "$RUN is in use: another training is running in it; choose another --name"
+fi
+echo "Training $RUN with the code in $CODE"
+
 status_written() { stat -c %y "$RUN/status.json" 2>/dev/null; }
 for _ in $(seq 0 "$RESTARTS"); do
     before=$(status_written)
@@ -88,7 +96,7 @@ for _ in $(seq 0 "$RESTARTS"); do
         exit 1
     fi
     case $(<"$RUN/status.json") in
-        *'"state": "finished"'*) [ "$CODE" = "$PWD" ] || rm -rf "$CODE"; exit 0 ;;
+        *'"state": "finished"'*) remove_copy; exit 0 ;;
         *'"state": "preempted"'*) exec scontrol requeue "$SLURM_JOB_ID" ;;
         *'"kind": "config"'* | *'"kind": "non_finite"'*) break ;; # would fail again
     esac

@@ -102,10 +102,10 @@ def test_preempted_job_is_requeued(before, left, kind, exit_code, requeued, atte
 
 
 def test_requeued_job_continues_with_the_code_of_its_first_attempt(tmp_path, submit):
-    code = tmp_path / "a run" / ".code" / "123456"
+    code = tmp_path / "runs" / ".code" / "123456"
     submit(leaves=status("preempted"))
     (tmp_path / "train.py").write_text("edited\n")
-    (tmp_path / "configs" / "mine.yaml").write_text("steps: 8\n")
+    (tmp_path / "configs" / "mine.yaml").write_text("stepps: 8\n")  # no attempt of the job reads it
     changes = subprocess.run(["git", "status", "--short"], cwd=code, capture_output=True, text=True).stdout
     assert " D deleted.py\n M train.py\n" in changes  # beside the commit, as in the working tree
     assert (code / "configs" / "mine.yaml").read_text() == "steps: 7\n"
@@ -113,6 +113,8 @@ def test_requeued_job_continues_with_the_code_of_its_first_attempt(tmp_path, sub
     assert (tmp_path / "code").read_text() == "first\n" * 4
     assert (tmp_path / "launched").read_text().count(f"{code}/train.py|--config|{code}/configs/mine.yaml|") == 4
     assert not code.exists()
+    assert "mine.yaml: stepps is not a setting" in submit(SLURM_JOB_ID="7").stderr and not code.parent.exists()
+    (tmp_path / "configs" / "mine.yaml").write_text("steps: 8\n")
     submit(leaves=status("finished"), SLURM_JOB_ID="7")
     assert (tmp_path / "code").read_text().endswith("first\nedited\nedited\n")
 
