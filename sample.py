@@ -133,9 +133,13 @@ def prompts(given: str | None, chat: bool = False) -> Iterator[str]:
 
 
 def encode(loaded: LoadedModel, prompt: str, special_tokens: bool = False) -> list[int]:
-    """Return the token ids of an end-of-text token, which begins every document in training, and the prompt."""
+    """Return the token ids of the token that begins every document in training, and the prompt.
+
+    It is end-of-text in a run; a model of transformers may have a token of its own for it (bos), as Llama has.
+    """
     tokenizer: Any = loaded.tokenizer  # transformers declares unions that its fast tokenizers never are
-    begin = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    begins = [None if loaded.config else tokenizer.bos_token_id, tokenizer.eos_token_id]
+    begin = [token for token in begins if token is not None][:1]
     settings = {"add_special_tokens": False, "split_special_tokens": not special_tokens, "verbose": False}
     with wrap_tokenizer_errors(f"prompt: the tokenizer has no tokens for {prompt!r}"):
         tokens = tokenizer(prompt, **settings)["input_ids"] if prompt else []

@@ -144,5 +144,6 @@ class GPTConfig(Settings):
 FAMILIES = {
     "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu_tanh", "qk_norm": False, "bias": True},
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
+    "llama": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": False, "bias": False},
 }
 """Settings of each family of models that model/hf.py converts exactly, by the model_type of transformers."""

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2, Qwen3, or a combination of parts of published models (see GPTConfig).
+"""A decoder-only transformer: GPT-2, Llama, Qwen3, or a combination of parts of published models (see GPTConfig).
 
 The main tensors have their shape as a suffix: x_BTC is [B, T, C]. The letters are
 

@@ -2,12 +2,13 @@
 
 A converted model opens in AutoModelForCausalLM without remote code, and wherever that format is read.
 
-GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 differs only in names.
+GPT-2 keeps q, k and v in one matrix and stores its matrices as [in, out]; Qwen3 and Llama differ only in names. Qwen3
+is Llama with RMS-normalised queries and keys and, optionally, sliding windows.
 transformers is imported inside the functions, because it takes seconds and few commands need it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,18 +23,22 @@ GELUS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu"}  # names in transformers
 POSITIONS_COMPARED = 16  # at the end of a context: the logits of all positions may not fit into memory
 MAX_DIFFERENCE = 0.01  # nats; rounding in float32 makes 1e-6 to 1e-3, and a wrong setting much more
 SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
+NAMES_OF_LLAMA = {
+    "max_position_embeddings": "max_position_embeddings", "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "d_model": "hidden_size", "d_ff": "intermediate_size", "dropout": "attention_dropout",
+    "norm_eps": "rms_norm_eps", **SHARED,
+}  # fmt: skip
 NAMES = {
     "gpt2": {
         "max_position_embeddings": "n_positions", "n_layers": "n_layer", "n_heads": "n_head", "d_model": "n_embd",
         "d_ff": "n_inner", "dropout": "resid_pdrop", "norm_eps": "layer_norm_epsilon", **SHARED,
     },
-    "qwen3": {
-        "max_position_embeddings": "max_position_embeddings", "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-        "d_model": "hidden_size", "d_ff": "intermediate_size", "dropout": "attention_dropout",
-        "norm_eps": "rms_norm_eps", **SHARED,
-    },
+    "qwen3": NAMES_OF_LLAMA,
+    "llama": NAMES_OF_LLAMA,
 }  # fmt: skip
+# GPT-2 and Llama have defaults: the special tokens of the published models.
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 # Settings that need no entry in NAMES: they do not change a trained model, or the code below converts them.
 HANDLED_SEPARATELY = {
     "zero_init",
@@ -64,8 +69,11 @@ def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
         misfits["gpt2"].append(f"model.n_kv_heads is {config.resolved_n_kv_heads}, not model.n_heads {config.n_heads}")
     if config.resolved_head_dim * config.n_heads != config.d_model:
         misfits["gpt2"].append(f"model.head_dim is {config.resolved_head_dim}, not model.d_model / model.n_heads")
-    if any(config.windows):
-        misfits["gpt2"].append(f"model.window is {config.window}, not None")
+    if config.d_model % config.n_heads:
+        misfits["llama"].append(f"model.d_model {config.d_model} is not divisible by model.n_heads {config.n_heads}")
+    for family in ("gpt2", "llama"):
+        if any(config.windows):
+            misfits[family].append(f"model.window is {config.window}, not None")
     if 1 in config.windows:  # transformers' cache keeps the last `window - 1` keys by a slice [-0:], which is all
         misfits["qwen3"].append("model.window is 1, which transformers ignores when it generates; train with 2 or more")
     return misfits
@@ -109,15 +117,15 @@ def window_pattern(layer_types: list[str]) -> str:
 
 
 def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
-    """Return the GPT2Config or Qwen3Config of the same model.
+    """Return the GPT2Config, Qwen3Config or LlamaConfig of the same model.
 
-    Special tokens belong to the tokenizer and stay unset. Qwen3 has dropout in its attention only, so that dropout of
-    embeddings and residuals is lost: the model is the same in evaluation, not in training.
+    Special tokens belong to the tokenizer and stay unset. Qwen3 and Llama have dropout in their attention only, so that
+    dropout of embeddings and residuals is lost: the model is the same in evaluation, not in training.
 
     Raises:
         ValueError: the config fits no family, or the model does not predict the next token.
     """
-    from transformers import GPT2Config, Qwen3Config
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
     family = exported_family(config)
     config = config.replace(n_kv_heads=config.resolved_n_kv_heads, head_dim=config.resolved_head_dim)
@@ -126,17 +134,18 @@ def config_to_transformers(config: GPTConfig) -> "PretrainedConfig":
         settings |= {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
         settings["activation_function"] = GELUS[config.mlp]
         settings["n_ctx"] = config.max_position_embeddings  # as in the published config; llama.cpp reads it
-        # Both default to 50256, the published GPT-2's end of text.
-        return GPT2Config(**settings, bos_token_id=None, eos_token_id=None)
+        return GPT2Config(**settings, **NO_SPECIAL_TOKENS)
     if any(config.windows):
         settings |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": layer_types(config)}
-    hf_config = Qwen3Config(**settings, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    config_class = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    hf_config = config_class(**settings, **NO_SPECIAL_TOKENS)
     hf_config.rope_theta = config.rope_theta  # transformers 4 reads this attribute, whose default is 10,000
     return hf_config
 
 
 def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
-    """Return the GPTConfig of a GPT2Config or Qwen3Config.
+    """Return the GPTConfig of a GPT2Config, Qwen3Config or LlamaConfig.
 
     Raises:
         ValueError: the model is of another family, or has settings that GPTModel does not support; the message names
@@ -144,7 +153,7 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
     """
     family = hf_config.model_type
     if family not in FAMILIES:
-        raise ValueError(f"a transformers model of type {family}: only {' and '.join(FAMILIES)} can be read")
+        raise ValueError(f"a transformers model of type {family}: only {', '.join(FAMILIES)} can be read")
     settings = {here: getattr(hf_config, there) for here, there in NAMES[family].items()}
     values = hf_config.to_dict()
     if family == "gpt2":
@@ -163,10 +172,13 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
         values |= hf_config.rope_parameters
         settings["rope_theta"] = values["rope_theta"]
         required = {"hidden_act": ("silu",), "attention_bias": (False,), "rope_type": ("default",)}
-        if "sliding_attention" in hf_config.layer_types:
-            settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
-            settings["window_pattern"] = window_pattern(hf_config.layer_types)
-        required["layer_types"] = (layer_types(GPTConfig(**settings)),)
+        if family == "llama":
+            required["mlp_bias"] = (False,)
+        else:
+            if "sliding_attention" in hf_config.layer_types:
+                settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
+                settings["window_pattern"] = window_pattern(hf_config.layer_types)
+            required["layer_types"] = (layer_types(GPTConfig(**settings)),)
     misfits = [
         f"{name} is {values[name]}, not {' or '.join(map(str, allowed))}"
         for name, allowed in required.items()
@@ -201,7 +213,7 @@ def tensor_names(config: GPTConfig) -> Iterator[tuple[str, list[str], bool]]:
         for i in range(config.n_layers):
             there, here = f"model.layers.{i}", f"blocks.{i}"
             yield f"{there}.input_layernorm.weight", [f"{here}.attention_norm.weight"], False
-            for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            for name in ("q_proj", "k_proj", "v_proj", *(("q_norm", "k_norm") if config.qk_norm else ())):
                 yield f"{there}.self_attn.{name}.weight", [f"{here}.attention.{name}.weight"], False
             yield f"{there}.self_attn.o_proj.weight", [f"{here}.attention.out_proj.weight"], False
             yield f"{there}.post_attention_layernorm.weight", [f"{here}.mlp_norm.weight"], False
@@ -239,7 +251,7 @@ def tensors_from_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) 
 
 
 def to_transformers(model: GPTModel) -> "PreTrainedModel":
-    """Return the same model as a GPT2LMHeadModel or Qwen3ForCausalLM in eval mode, with copies of the weights.
+    """Return the same model in transformers, such as a GPT2LMHeadModel, in eval mode, with copies of the weights.
 
     Raises:
         ValueError: the config fits no family, or the model does not predict the next token.

@@ -25,7 +25,12 @@ from trainer.pretrained.export import ExportConfig
 from trainer.pretrained.load import LoadedModel, load_run
 
 QWEN3 = "--model.position rope --model.norm rmsnorm --model.mlp swiglu --model.qk_norm true --model.bias false".split()
-FAMILIES = {"gpt2": [], "qwen3": [*QWEN3, "--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]}
+TIED_AND_GROUPED = ["--model.tie_embeddings", "true", "--model.n_kv_heads", "1"]
+FAMILIES = {
+    "gpt2": [],
+    "qwen3": [*QWEN3, *TIED_AND_GROUPED],
+    "llama": [*QWEN3, *TIED_AND_GROUPED, "--model.qk_norm", "false"],
+}
 forward = MLP.forward
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -92,9 +92,9 @@ class TeacherConfig(Settings):
     """A frozen model that the trained one learns to imitate (distillation, Hinton et al. 2015, arXiv:1503.02531)."""
 
     path: Text | None = None
-    """The teacher: a run, a checkpoint, a folder in transformers' format (GPT-2 or Qwen3) or a name on the Hub. It must
-    have the vocabulary of the trained model. Its logits need memory for a whole micro-batch, also with a chunked loss.
-    null: no teacher."""
+    """The teacher: a run, a checkpoint, a folder in transformers' format (GPT-2, Qwen3 or Llama) or a name on the Hub.
+    It must have the vocabulary of the trained model. Its logits need memory for a whole micro-batch, also with a
+    chunked loss. null: no teacher."""
 
     hash: Annotated[Text | None, NO_TEACHER] = None
     """Hash that the weights of the teacher must have. null: filled in when the run first starts, so that the run cannot
@@ -279,8 +279,8 @@ class TrainConfig(Settings):
 
     init_from: Text | None = None
     """Model whose weights a new run starts from, for example to fine-tune it: a run, a checkpoint, a folder in
-    transformers' format (GPT-2 or Qwen3), or a name on the Hub. The run starts at step 0 with a new optimizer. The
-    settings in `model` are those of that model; only dropout may be given another value. null: random weights."""
+    transformers' format (GPT-2, Qwen3 or Llama), or a name on the Hub. The run starts at step 0 with a new optimizer.
+    The settings in `model` are those of that model; only dropout may be given another value. null: random weights."""
 
     init_hash: Annotated[Text | None, Unused("init_from", None)] = None
     """Hash that the weights of init_from must have. null: filled in when the run first starts, so that the run cannot

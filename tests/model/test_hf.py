@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from model.config import GPTConfig
@@ -22,6 +23,7 @@ from model.hf import (
 
 GPT2 = dict(position="learned", norm="layernorm", mlp="gelu_tanh", qk_norm=False, bias=True)
 QWEN3 = dict(position="rope", norm="rmsnorm", mlp="swiglu", qk_norm=True, bias=False)
+LLAMA = QWEN3 | dict(qk_norm=False)
 SHAPE = dict(vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=48, dropout=0.0)
 
 CONFIGS = {
@@ -33,6 +35,10 @@ CONFIGS = {
     "qwen3-tied-gqa": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=2, tie_embeddings=True)),
     "qwen3-wide-heads": GPTConfig(**QWEN3 | SHAPE | dict(n_kv_heads=1, head_dim=22, rope_theta=1e6, norm_eps=1e-3)),
     "qwen3-windows": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=4, n_kv_heads=2, window=5, window_pattern="SL")),
+    "llama": GPTConfig(**LLAMA | SHAPE),
+    "llama-smollm2": GPTConfig(**LLAMA | SHAPE | dict(n_heads=9, n_kv_heads=3, d_model=36, tie_embeddings=True)),
+    "llama-tinyllama": GPTConfig(**LLAMA | SHAPE | dict(n_heads=8, n_kv_heads=1, d_ff=88)),
+    "llama-wide-heads": GPTConfig(**LLAMA | SHAPE | dict(head_dim=22, rope_theta=1e5, norm_eps=1e-3)),
     "qwen3-odd": GPTConfig(**QWEN3 | SHAPE | dict(n_layers=3, n_heads=3, d_model=17, head_dim=6, d_ff=29)),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -68,7 +74,7 @@ def make_batch(config: GPTConfig, padding: str) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture
 def float64_reference(monkeypatch):
-    """Lets transformers compute in float64: it casts to float32 in Qwen3's norms and in the loss, in any model.
+    """Lets transformers compute in float64: it casts to float32 in the norms of Qwen3 and Llama, and in each loss.
 
     Its rotary tables stay float32, as they are in the model under test.
     """
@@ -83,7 +89,8 @@ def float64_reference(monkeypatch):
         with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
             return ForCausalLMLoss(*args, **kwargs)
 
-    monkeypatch.setattr(modeling_qwen3, "torch", Float64Torch())
+    for module in (modeling_llama, modeling_qwen3):
+        monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr("transformers.PreTrainedModel.loss_function", staticmethod(loss_in_float64))
 
 
@@ -132,7 +139,7 @@ def test_num_items_in_batch_divides_loss_like_transformers(config, float64_refer
     compare_a_training_step(config, "right", 101, torch.float64, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3-tied-gqa"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-tied-gqa", "llama-smollm2"])
 def test_training_step_equals_unmodified_transformers_in_float32(name):
     compare_a_training_step(CONFIGS[name], "left", torch.tensor(33), torch.float32, rtol=1e-4, atol=2e-5)
 
@@ -177,7 +184,7 @@ def test_weights_and_config_survive_the_round_trip_bitwise(config):
         assert torch.equal(state[name], returned_state[name]), name
 
 
-@pytest.mark.parametrize("name", ["gpt2-odd", "qwen3-wide-heads"])
+@pytest.mark.parametrize("name", ["gpt2-odd", "qwen3-wide-heads", "llama-tinyllama"])
 def test_from_transformers_gives_same_logits(name, float64_reference):
     torch.manual_seed(2)
     reference = AutoModelForCausalLM.from_config(config_to_transformers(CONFIGS[name]), dtype=torch.float64).eval()
@@ -207,7 +214,7 @@ def test_trained_model_reloads_from_folder(config, tmp_path):
     torch.testing.assert_close(reopened(input_ids).logits, model.eval()(input_ids)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tied", "qwen3-tied-gqa", "qwen3-windows"])
+@pytest.mark.parametrize("name", ["gpt2-tied", "qwen3-tied-gqa", "qwen3-windows", "llama-smollm2"])
 def test_greedy_generation_equals_transformers(name):
     model = make_model(CONFIGS[name]).eval()
     reference = to_transformers(model)
@@ -246,6 +253,10 @@ def test_to_transformers_names_settings_outside_each_family():
     for setting, value in (("n_kv_heads", 2), ("head_dim", 16), ("window", 5)):
         with pytest.raises(ValueError, match=f"gpt2: model.{setting} is {value}, not"):
             to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {setting: value})))
+    with pytest.raises(ValueError, match="llama: model.window is 5, not None"):
+        to_transformers(GPTModel(GPTConfig(**LLAMA | SHAPE | {"window": 5})))
+    with pytest.raises(ValueError, match="llama: model.d_model 30 is not divisible by model.n_heads 4"):
+        to_transformers(GPTModel(GPTConfig(**LLAMA | SHAPE | {"d_model": 30, "head_dim": 8})))
 
 
 class ForkedConfig(GPTConfig):
@@ -281,6 +292,37 @@ def test_config_from_transformers_reads_published_gpt2():
     )
 
 
+PUBLISHED_LLAMAS = {
+    "SmolLM2-135M": (
+        dict(vocab_size=49152, max_position_embeddings=8192, num_hidden_layers=30, num_attention_heads=9,
+             rope_scaling=None, num_key_value_heads=3, hidden_size=576, intermediate_size=1536, rms_norm_eps=1e-5,
+             rope_theta=100000, tie_word_embeddings=True, attention_bias=False, bos_token_id=0, eos_token_id=0,
+             rope_interleaved=False),
+        dict(vocab_size=49152, max_position_embeddings=8192, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64,
+             d_model=576, d_ff=1536, norm_eps=1e-5, rope_theta=1e5, tie_embeddings=True),
+    ),
+    "TinyLlama-1.1B": (  # its config.json has no rope_theta
+        dict(vocab_size=32000, max_position_embeddings=2048, num_hidden_layers=22, num_attention_heads=32,
+             num_key_value_heads=4, hidden_size=2048, intermediate_size=5632, rms_norm_eps=1e-5, rope_scaling=None,
+             tie_word_embeddings=False, pretraining_tp=1, bos_token_id=1, eos_token_id=2),
+        dict(vocab_size=32000, max_position_embeddings=2048, n_layers=22, n_heads=32, n_kv_heads=4, head_dim=64,
+             d_model=2048, d_ff=5632, norm_eps=1e-5, rope_theta=1e4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED_LLAMAS)
+def test_config_from_transformers_reads_published_llamas(name):
+    theirs, ours = PUBLISHED_LLAMAS[name]
+    assert config_from_transformers(LlamaConfig(**theirs)) == GPTConfig(**LLAMA | ours, dropout=0.0)
+
+
+LLAMA_3_ROPE = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=1024,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
@@ -296,7 +338,11 @@ def test_config_from_transformers_reads_published_gpt2():
             "layer_types is .'full_attention', 'sliding_attention'., not .'full_attention', 'full_attention'.",
         ),
         (Qwen3Config(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}), "rope_type is linear"),
-        (LlamaConfig(), "type llama: only gpt2 and qwen3"),
+        (LlamaConfig(attention_bias=True), "this llama model has settings .*: attention_bias is True"),
+        (LlamaConfig(mlp_bias=True), "mlp_bias is True, not False"),
+        (LlamaConfig(hidden_act="gelu"), "hidden_act is gelu, not silu"),
+        (LlamaConfig(rope_parameters=LLAMA_3_ROPE), "rope_type is llama3, not default"),
+        (MistralConfig(), "type mistral: only gpt2, qwen3, llama can be read"),
     ],
 )
 def test_from_transformers_refuses_unsupported_settings(hf_config, message):
@@ -309,6 +355,7 @@ def test_config_imports_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_exported_config_has_transformers_4_rope_theta():
-    written = config_to_transformers(CONFIGS["qwen3-wide-heads"]).to_diff_dict()
-    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6
+@pytest.mark.parametrize(("name", "theta"), [("qwen3-wide-heads", 1e6), ("llama-wide-heads", 1e5)])
+def test_exported_config_has_transformers_4_rope_theta(name, theta):
+    written = config_to_transformers(CONFIGS[name]).to_diff_dict()
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == theta

@@ -64,7 +64,7 @@ def test_recipes_grow_with_depth(family, corpus):
         assert one["global_batch_size"] % one["micro_batch_size"] == 0
 
 
-@pytest.mark.parametrize(("depth", "family"), [(1, "qwen3"), (4, "gpt2"), (12, "qwen3")])
+@pytest.mark.parametrize(("depth", "family"), [(1, "qwen3"), (4, "gpt2"), (6, "llama"), (12, "qwen3")])
 def test_recipe_is_a_valid_config(tmp_path, depth, family):
     file = tmp_path / "depth.yaml"
     file.write_text(as_yaml(make_recipe(depth, 20, family, "adamw", None, 250)))

@@ -116,7 +116,7 @@ def flops_per_token(config: Any) -> tuple[float, list[str]]:
 def check_model(file: str) -> list[str]:
     """Run the checks of verify.py that train nothing; return those that fail or do not apply.
 
-    A changed network may differ from GPT-2 and Qwen3, so `logits = transformers'` is not required to hold.
+    A changed network may differ from every family, so `logits = transformers'` is not required to hold.
     """
     import train
     from trainer.checks.short_run import parse_short_run

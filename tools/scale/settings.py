@@ -16,7 +16,7 @@ class ScaleConfig(Settings):
     tokens_per_parameter: PositiveFloat = 20.0
     """depth: training tokens per non-embedding parameter."""
 
-    family: Literal["qwen3", "gpt2"] = "qwen3"
+    family: Literal["qwen3", "llama", "gpt2"] = "qwen3"
     """depth: the family of models."""
 
     optimizer: Literal["muon", "adamw"] = "muon"

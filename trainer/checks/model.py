@@ -51,7 +51,7 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
     If the family supports sliding windows, the first layer has one, even if the config has none.
     """
     seq_len = min(24, config.max_position_embeddings)
-    absent = ["logit_softcap", *(["n_kv_heads", "head_dim", "window"] if family == "gpt2" else [])]
+    absent = ["logit_softcap", *{"gpt2": ["n_kv_heads", "head_dim", "window"], "llama": ["window"]}.get(family, [])]
     config = with_short_windows(config.replace(window=config.window or seq_len), seq_len)
     config = config.replace(vocab_size=64, n_layers=2, dropout=0.0, **FAMILIES[family] | dict.fromkeys(absent))
     if misfits := find_misfits(config)[family]:

@@ -5,7 +5,7 @@ import torch
 
 import model.attention
 import model.gpt
-from model.config import GPTConfig
+from model.config import FAMILIES, GPTConfig
 from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES
 from trainer.checks import model as checks
@@ -13,7 +13,7 @@ from trainer.checks import model as checks
 SMALL = GPTConfig(vocab_size=20, d_model=16)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_logits_of_short_sequences(family):
     config = parse_config([*TINY_STORIES, *"--seq_len 8 --model.max_position_embeddings 8".split()])
     assert checks.check_transformers_logits(family, config.model)[0]
@@ -55,7 +55,7 @@ def test_transformers_logits_find_wrong_window(window, wider_windows):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_logits_ignore_other_settings(family, window):
     assert checks.check_transformers_logits(family, GPTConfig(window=window, logit_softcap=3.0))[0]
 

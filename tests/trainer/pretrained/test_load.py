@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig, PreTrainedTokenizerFast
 
 import sample
 from data.corpus import Corpus
@@ -22,6 +22,7 @@ from data.synthetic.stories import STORIES, StoriesDataset
 from data.tokenizer import load_tokenizer
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_tool
+from runtime.config.schema import TrainConfig
 from runtime.files import sha256
 from sample import SampleConfig
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, python, tensors, train
@@ -217,7 +218,7 @@ def capture_sample(capsys, run, **settings):
         *(("{}", ""), ("{", "")),
         # Refused before the weights are loaded, which from the Hub could take hours.
         ('{"model_type": "bert"}', "a transformers model of type bert"),
-        ('{"model_type": "llama"}', "a transformers model of type llama"),
+        ('{"model_type": "mistral"}', "a transformers model of type mistral"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}', ".*custom code"),
         ('{"model_type": "gpt2", "scale_attn_weights": false}', ".*scale_attn_weights is False"),
     ],
@@ -232,9 +233,9 @@ def test_load_run_refuses_unsupported_model_folder(content, why, tmp_path, monke
 
 
 def test_load_run_refuses_unsupported_hub_model(monkeypatch):
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **settings: LlamaConfig())
-    with pytest.raises(ConfigError, match="run: 'me/llama' cannot be opened: a transformers model of type llama"):
-        load_run("me/llama")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **settings: MistralConfig())
+    with pytest.raises(ConfigError, match="run: 'me/mistral' cannot be opened: a transformers model of type mistral"):
+        load_run("me/mistral")
 
 
 @pytest.mark.parametrize("cut", [None, 1], ids=["missing", "of another shape"])
@@ -286,6 +287,10 @@ def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
     for _ in range(2):  # special_tokens does not affect the next call
         assert sample.encode(loaded, prompt) == [256, *encode_text(of_corpus, 256, prompt, False)[1]["input_ids"]]
         assert sample.encode(loaded, prompt, special_tokens=True) == [256, 97, 256, 98]
+    # A model of transformers may have its own token for the beginning of a text; a run began with end-of-text.
+    loaded.tokenizer.bos_token = "a"
+    assert sample.encode(loaded, "b") == [97, 98]
+    assert sample.encode(loaded._replace(config=TrainConfig()), "b") == [256, 98]
     with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
         capture_sample(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
     assert capture_sample(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)

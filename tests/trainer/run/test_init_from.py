@@ -1,11 +1,11 @@
-"""Runs initialised with the weights of another model: GPT-2 or Qwen3 of transformers, or another run."""
+"""Runs initialised with the weights of another model: GPT-2, Qwen3 or Llama of transformers, or another run."""
 
 import shutil
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from data.corpus import load_corpus
 from model.gpt import GPTModel
@@ -25,6 +25,10 @@ MODELS = {
     "qwen3": Qwen3Config(
         vocab_size=300, max_position_embeddings=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, hidden_size=16, intermediate_size=24, tie_word_embeddings=True,
+    ),
+    "llama": LlamaConfig(
+        vocab_size=300, max_position_embeddings=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=16, intermediate_size=24,
     ),
 }  # fmt: skip
 RECIPE = ROOT / "tests" / "support" / "tiny_stories.yaml"
