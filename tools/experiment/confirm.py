@@ -25,7 +25,7 @@ from tools.experiment.race import (
     with_base,
 )
 from tools.experiment.record import Record
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Runs, runs_of
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs, runs_of
 from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
@@ -138,38 +138,36 @@ def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]
     return stacks, pairs
 
 
-def missing_runs(
-    config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]
-) -> list[tuple[float, Variant, int]]:
-    """Return the size, variant and reserved seed of each run that has no result yet, one seed after another.
+def missing_runs(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]) -> list[Planned]:
+    """Return the variant and reserved seed of each run that has no result yet, one seed after another.
 
     Variants that train the same, such as an idea with the baseline's settings, have their runs in common.
     """
     planned = {
-        (variant.digest, seed): (size, variant, seed)
-        for size, variants in sizes.items()
+        (variant.digest, seed): (variant, seed)
+        for variants in sizes.values()
         for seed in SEEDS_OF_CONFIRMATIONS[: config.seeds]
         for variant in variants.values()
     }
     return [run for (digest, seed), run in planned.items() if not runs.is_known(f"{digest}-{seed}")]
 
 
-def describe_time(runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> str:
+def describe_time(runs: Runs, missing: list[Planned], baseline: Variant) -> str:
     """Return how long runs will take, by the FLOPs of each and the time of those that have ended; "" if none has."""
-    flops = {variant.digest: size * variant.flops for size, variant, _ in missing}
+    flops = {variant.digest: variant.flops for variant, _ in missing}
     flops[baseline.digest] = baseline.flops
     ended = [run for run in runs.results.values() if run.digest_of_variant in flops and not run.failure]
     speeds = [run.seconds / flops[run.digest_of_variant] for run in ended if run.seconds and not run.is_stopped]
     if not speeds:
         return ""
-    minutes = fmean(speeds) * sum(flops[variant.digest] for _, variant, _ in missing) / 60
+    minutes = fmean(speeds) * sum(variant.flops for variant, _ in missing) / 60
     return f"about {minutes:.1f} minutes of one core or GPU, {minutes / runs.jobs.max_running:.1f} minutes from now"
 
 
-def train(config: ConfirmConfig, runs: Runs, missing: list[tuple[float, Variant, int]], baseline: Variant) -> None:
+def train(config: ConfirmConfig, runs: Runs, missing: list[Planned], baseline: Variant) -> None:
     """Train the missing runs, in their order, and print their time as soon as it is known."""
     start_time = time.monotonic()
-    todo = [(variant, seed) for _, variant, seed in missing]
+    todo = list(missing)
     text = describe_time(runs, missing, baseline)
     print(f"confirm: {len(missing)} runs, {text or 'whose time is known after the first one'}", file=sys.stderr)
 

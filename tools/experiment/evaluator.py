@@ -256,13 +256,14 @@ def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, D
 
     models: list[Model | None] = [None, None]
     for request in requests:
-        # The settings of the variant may name what this code does not have, and need not fit together here.
-        config = parse_config(["--config", request["config"]]).replace(**request["settings"])
-        key = repr((config.data, config.seq_len, config.evaluation.num_samples, request["test_seed"]))
-        if key not in loaded:
-            loaded[key] = Data(config, request["test_seed"])
-        data = loaded[key]
+        of_baseline = parse_config(["--config", request["config"]])
         try:
+            # The settings of the variant may name what this code does not have, and need not fit together here.
+            config = of_baseline.replace(**request["settings"])
+            key = repr((config.data, config.seq_len, config.evaluation.num_samples, request["test_seed"]))
+            if key not in loaded:
+                loaded[key] = Data(config, request["test_seed"])
+            data = loaded[key]
             check_manifests(request["manifests"])
             models = [model or Model(code) for model in models]
             results: list[Any] = []
@@ -275,9 +276,12 @@ def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, D
                 delivered = np.concatenate([np.fromfile(file, np.int64) for file in request["delivered"]])
                 sessions = request["sessions"], request["processes"]
                 answer["problem"] = data.surplus_sequences(config, *sessions, delivered)
-        except Crash as crash:
+        except Exception as error:  # whatever the code of a variant answers: it must not end what others need
+            for model in filter(None, models):
+                model.process.kill()
             models = [None, None]
-            answer = {"loss": None, "excess_loss": None, "problem": f"it cannot be evaluated: {crash}"}
+            message = str(error) if isinstance(error, Crash) else f"{type(error).__name__}: {error}"
+            answer = {"loss": None, "excess_loss": None, "problem": f"it cannot be evaluated: {message}"}
         yield answer
     for model in filter(None, models):
         model.close()

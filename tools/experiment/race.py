@@ -38,6 +38,7 @@ from tools.jobs.runner import JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
+STOP_SECONDS = 20.0  # after a signal: then a run that has not saved is killed
 CLEAR_HARM = 4.0  # standard errors, perhaps of a single run: enough to save the runs of an idea in later rounds
 # Somewhat more than the scatter of seeds that we measured, so that a default budget decides an idea without effect.
 MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.015
@@ -57,10 +58,13 @@ def main(config: ExperimentConfig) -> None:
 def run_with_json(config: Any, run: Callable[[Any, Recipe, JobRunner], list[str]]) -> None:
     """Print the lines of `run`, called with the config, its recipe and a job runner."""
     jobs = JobRunner(config.jobs or (1 if config.launch else None))
+    jobs.stop_seconds = STOP_SECONDS
     if not (config.launch or jobs.gpus):
         jobs.threads = 1  # runs with more threads than free cores take several times as long
     with report.errors_as_json(config), Checkouts() as checkouts:
-        recipe = Recipe(head_commit(), config.common, Launch.parse(config.launch), checkouts)
+        recipe = Recipe(
+            head_commit(), config.common, Launch.parse(config.launch), checkouts, is_stopped=lambda: bool(jobs.signal)
+        )
         print("\n".join(run(config, recipe, jobs)))
 
 
@@ -322,9 +326,9 @@ class Race:
         needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
         if self.config.runs and self.num_runs() >= self.config.runs:
             problem, change = f"runs: {self.config.runs} are too few for an estimate", "with more --runs"
-        elif self.config.minutes and self.runs.durations:
-            seconds = sum(self.runs.durations) / len(self.runs.durations)
-            spent = f"{len(self.runs.durations)} runs, which took {seconds:.0f} s each"
+        elif self.config.minutes and self.runs.elapsed:
+            seconds = sum(self.runs.elapsed.values()) / len(self.runs.elapsed)
+            spent = f"{len(self.runs.elapsed)} runs, which took {seconds:.0f} s each"
             problem, change = f"minutes: {self.config.minutes:g} were enough for {spent}", "again"
         else:
             return

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -19,25 +20,23 @@ from runtime.config.errors import RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT
-from tools.experiment.variant import (
-    Variant,
-    delivered_file,
-    last_error,
-    run_program,
-    scale_steps,
-)
+from tools.experiment.variant import Variant, delivered_file, describe_error, last_error, scale_steps
 from tools.experiment.verdicts import Group
+from tools.jobs.program import ask
 from tools.jobs.runner import Job, JobRunner
 from trainer.run.directory import Run
 
 # Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
 BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
-SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS = range(5000), range(5000, 2**63)
+SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS, EVERY_SEED = range(5000), range(5000, 2**63), range(2**63)
 EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
 TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
+NOT_EVALUATED = "it cannot be evaluated"  # begins the problem that evaluator.py reports where the code of a run ends
 MAX_KILLED = 3  # times that a run is started again after something else killed it
 PROGRESS_SECONDS = 60
+# Times the seconds of the baseline, after which a run fails; short ones may take longer on a busy machine.
+MAX_SLOWDOWN, MIN_LIMIT, MIN_EVALUATION_LIMIT = 10.0, 60.0, 600.0
 
 Planned = tuple[Variant, int]
 """A variant and a seed."""
@@ -60,6 +59,8 @@ class Result:
     """Hash of its last weights and moments."""
     seconds: float | None = None
     """CPU seconds of its processes; on a GPU the time from start to end. None if it was trained by another program."""
+    elapsed: float | None = None
+    """Seconds from start to end of the session that finished it, if this program trained it."""
     sessions: int = 1
     """How often its training was started."""
     is_stopped: bool = False
@@ -98,8 +99,10 @@ class Runs:
         self.results = read_results(folder)
         self.pending: dict[str, Planned] = {}
         """Runs that are planned, in training or not evaluated yet, by name."""
-        self.durations: list[float] = []
-        """Seconds from start to end of the runs that this process trained."""
+        self.elapsed: dict[str, float] = {}
+        """Seconds from start to end of the runs that this process trained, by name."""
+        self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
+        jobs.overdue = self._overdue
         self._started: dict[Job, float] = {}
         self._killed: dict[str, int] = {}
         self._last_progress = time.monotonic()
@@ -127,7 +130,7 @@ class Runs:
     def is_time_spent(self, start_time: float, minutes: float | None) -> bool:
         """Return whether a run, judging by the longest one so far, would end more than `minutes` after a start."""
         elapsed = time.monotonic() - start_time
-        return minutes is not None and elapsed + max(self.durations, default=0) > 60 * minutes
+        return minutes is not None and elapsed + max(self.elapsed.values(), default=0) > 60 * minutes
 
     # Equal costs
 
@@ -196,9 +199,12 @@ class Runs:
             try:
                 for job in self.jobs.stream(jobs(), progress=self._print_progress):
                     if self._has_ended(job):
-                        ended.append((job, self.request(job)))
+                        try:
+                            ended.append((job, self.request(job)))
+                        except Exception as error:  # whatever the code of a run has left there
+                            self._keep([self._spent(job, failure=f"its files cannot be read: {describe_error(error)}")])
             finally:
-                if evaluation or ended:
+                if (evaluation or ended) and not self.jobs.signal:
                     print("evaluating the last runs ...", file=sys.stderr)
                 self._keep([*(evaluation.result() if evaluation else []), *self._evaluate(ended)])
                 for job in self._started:
@@ -233,7 +239,9 @@ class Runs:
             message, was_killed = "ended without a record of its training data", True
         else:
             if outcome:
-                self.durations.append(time.monotonic() - self._started[job])
+                self.elapsed[name] = time.monotonic() - self._started[job]
+                if self.pending[name][0].digest == self.baseline.digest:
+                    self._baseline_seconds.append(self.elapsed[name])
             return True
         if was_killed:
             self._killed[name] = self._killed.get(name, 0) + 1
@@ -244,15 +252,33 @@ class Runs:
         self._keep([self._spent(job, failure=message)])
         return False
 
+    def _overdue(self, job: Job, seconds: float) -> str:
+        """Return why a run has failed that has trained for so many seconds; "" if it may continue."""
+        variant, _ = self.pending.get(job.run.path.name, (self.baseline, 0))
+        seconds_of_baseline = self._typical_seconds()
+        factor = MAX_SLOWDOWN * max(1.0, variant.flops / self.baseline.flops)
+        if seconds <= max(MIN_LIMIT, factor * (seconds_of_baseline or math.inf)):
+            return ""
+        times = "" if factor == MAX_SLOWDOWN else f", {factor:.0f} for its FLOPs"
+        return (
+            f"took {seconds:.0f} seconds and had not ended, where the baseline takes {seconds_of_baseline:.0f} "
+            f"(the limit is {MAX_SLOWDOWN:.0f} times those{times})"
+        )
+
+    def _typical_seconds(self) -> float | None:
+        """Return the seconds from start to end of a run of the baseline; None before the first one."""
+        known = [seconds for seconds in self._baseline_seconds if seconds]
+        return sum(known) / len(known) if known else None
+
     def _spent(self, job: Job, **others: Any) -> Result:
         """Return a result with what the training of a run took, in this process and in earlier ones."""
-        seconds, sessions = self.jobs.seconds.get(job), self.jobs.starts.get(job, 1)
         name = job.run.path.name
         before = self.results.get(name)
+        seconds, sessions = self.jobs.seconds.get(job), self.jobs.starts.get(job, 0)
         if before and before.is_stopped:
             sessions += before.sessions
-            seconds = seconds and seconds + (before.seconds or 0.0)
-        return Result(name, seconds=seconds, sessions=sessions, **others)
+            seconds = before.seconds if seconds is None else seconds + (before.seconds or 0.0)
+        return Result(name, seconds=seconds, sessions=max(1, sessions), elapsed=self.elapsed.get(name), **others)
 
     def _keep(self, results: Iterable[Result]) -> None:
         """Add results to the file, where a later row of a run replaces an earlier one, and remove checkpoints."""
@@ -291,15 +317,27 @@ class Runs:
     # Evaluation
 
     def _evaluate(self, ended: list[tuple[Job, dict[str, Any]]]) -> list[Result]:
-        """Evaluate finished runs, each with its request."""
+        """Evaluate finished runs, each with its request; after a stop signal the same command evaluates them later.
+
+        Raises:
+            RunError: a run of the baseline cannot be evaluated, so something else than an idea is wrong.
+        """
         if not ended:
             return []
         ended = sorted(ended, key=lambda pair: pair[1]["code"])  # each code is imported once
-        answers = run_evaluator(self.baseline.code, [request for _, request in ended])
+        requests = [request for _, request in ended]
+        answers = run_evaluator(self.baseline.code, requests, lambda: bool(self.jobs.signal), self._evaluation_limit)
         results = []
-        for (job, _), answer in zip(ended, answers, strict=True):
+        for (job, _), answer in zip_longest(ended, answers):
+            if answer is None:
+                results.append(self._spent(job, is_stopped=True))
+                continue
+            is_of_baseline = job.run.path.name.startswith(f"{self.baseline.digest}-")
+            if is_of_baseline and answer["problem"].startswith(NOT_EVALUATED):
+                raise RunError(f"the baseline {answer['problem'].removeprefix('it ')}")
             newest = job.run.newest_metrics()
-            facts = {"digest": newest.get("state/digest")}
+            digest = newest.get("state/digest")
+            facts: dict[str, Any] = {"digest": digest if isinstance(digest, str) else None}
             loss, excess = answer["loss"], answer["excess_loss"]
             if self.metric and not answer["problem"]:
                 loss, excess = newest.get(self.metric), None
@@ -307,6 +345,10 @@ class Runs:
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
             results.append(self._spent(job, **facts))
         return results
+
+    def _evaluation_limit(self) -> float:
+        """Return the seconds that the evaluation of a run may take."""
+        return max(MIN_EVALUATION_LIMIT, MAX_SLOWDOWN * (self._typical_seconds() or math.inf))
 
     def request(self, job: Job) -> dict[str, Any]:
         """Return what the evaluator must know of a run that has just ended, before others can change its checkpoint.
@@ -335,14 +377,24 @@ class Runs:
         }
 
 
-def run_evaluator(code: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the answers of tools/experiment/evaluator.py, with the code of the baseline."""
+def run_evaluator(
+    code: Path,
+    requests: list[dict[str, Any]],
+    is_stopped: Callable[[], bool] = lambda: False,
+    max_silence: Callable[[], float] = lambda: math.inf,
+) -> list[dict[str, Any]]:
+    """Return the answers of tools/experiment/evaluator.py, with the code of the baseline; fewer after a stop signal.
+
+    If it ends, or says nothing for too long, the run that it was evaluating fails.
+    """
     command = [sys.executable, "-m", "tools.experiment.evaluator", str(code)]
-    done = run_program(command, cwd=ROOT, input="\n".join(map(json.dumps, requests)))
-    answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or len(answers) != len(requests):
-        raise RunError(f"the evaluation fails: {last_error(done, code)}")
-    return answers
+    answers = ask(command, list(map(json.dumps, requests)), is_stopped, max_silence=max_silence, folder=ROOT)
+    return [
+        parse_object(answer)
+        if isinstance(answer, str)
+        else {"loss": None, "excess_loss": None, "problem": f"{NOT_EVALUATED}: {last_error(answer, code)}"}
+        for answer in answers
+    ]
 
 
 def problem_of(loss: float | None, excess_loss: float | None, metric: str | None) -> str:

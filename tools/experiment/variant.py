@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +30,8 @@ from runtime.json_objects import parse_object
 from tools.experiment import change
 from tools.experiment.change import Checkouts, Idea
 from tools.jobs.launch import Launch
-from tools.jobs.runner import Job
+from tools.jobs.program import ask
+from tools.jobs.runner import Job, raise_stopped
 from tools.scale.recipe import LR_POWER
 from trainer.checkpoint.identity import code_hash
 from trainer.run.directory import Run
@@ -44,6 +45,10 @@ NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
 ERROR = "train.py: error: "
 WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 PROGRAM = Path(__file__).with_name("variant_program.py")
+MAX_CHECK_SECONDS = 600.0  # of one idea: it imports torch, and many may do so at once
+
+Answer = str | subprocess.CompletedProcess[str]
+"""A line of JSON, or the process that ended without one."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +147,14 @@ class Recipe:
     """Settings that follow the words."""
     config_files: dict[Path, str] = field(default_factory=dict)
     """Content of each config file, which is read once, so that edits during an experiment reach no run."""
+    is_stopped: Callable[[], bool] = lambda: False
+    """Whether a stop signal was received."""
 
     def variants(self, stacks: Iterable[Sequence[Idea]]) -> list["Variant | ConfigError | RunError"]:
         """Return the variant with each sequence of ideas, or why there is none.
 
         ConfigError: the ideas conflict, or the code refuses the settings. RunError: the code crashes. All variants of
-        one code are resolved by one process.
+        one code are resolved by one process. A stop signal raises SystemExit.
         """
         stacks = [tuple(stack) for stack in stacks]
         found: dict[int, Variant | ConfigError | RunError] = {}
@@ -163,9 +170,20 @@ class Recipe:
                 requests.setdefault(code, {})[index] = given
             except ConfigError as error:
                 found[index] = error
+        num_checked = len(found)
+
+        def say_checked(index: int) -> None:
+            nonlocal num_checked
+            if stacks[index]:
+                num_checked += 1
+                name = " + ".join(idea.name for idea in stacks[index])
+                print(f"checked {num_checked} / {sum(map(bool, stacks))}: {name}", file=sys.stderr)
+
         with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-            for resolved in pool.map(self._resolve, requests, requests.values()):
+            for resolved in pool.map(lambda code: self._resolve(code, requests[code], say_checked), requests):
                 found |= resolved
+        if self.is_stopped():
+            raise_stopped()
         for index, stack in enumerate(stacks):
             if isinstance(variant := found[index], Variant):
                 name = " + ".join(filter(None, (idea.code_name for idea in stack)))
@@ -180,29 +198,46 @@ class Recipe:
         return variant
 
     def _resolve(
-        self, code: Path, requests: dict[int, dict[str, Any]]
+        self, code: Path, requests: dict[int, dict[str, Any]], say_checked: Callable[[int], None]
     ) -> dict[int, "Variant | ConfigError | RunError"]:
         """Resolve settings by the code in a folder."""
         baseline = self.checkouts.folder(self.commit)
-        lines = "".join(json.dumps(given) + "\n" for given in requests.values())
-        done = run_program([sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)], input=lines)
-        answers = [parse_object(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode or len(answers) != len(requests):
-            problem = RunError(f"does not start: {last_error(done, code)}")
-            return dict.fromkeys(requests, problem)
-        changes_code, own_hash, variants = code != baseline, code_hash(code), {}
-        for (index, given), answer in zip(requests.items(), answers, strict=True):
-            if "refused" in answer:
-                variants[index] = ConfigError(answer["refused"])
-            elif "crash" in answer:
-                variants[index] = RunError(f"does not start: {answer['crash']}")
-            else:
-                settings = answer["settings"]
-                cost, inputs = (answer["parameters"], answer["flops_per_token"]), input_hashes(settings)
-                warnings = tuple(answer["warnings"])
-                facts = own_hash, changes_code, self.launch, given, settings, *cost, inputs, warnings
-                variants[index] = Variant(code, *facts, answer["validation_rows"])
-        return variants
+        # A killed program leaves its temporary files in the folder of the checkouts, which is removed.
+        answers = ask(
+            [sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)],
+            [json.dumps(given) for given in requests.values()],
+            self.is_stopped,
+            lambda number: say_checked(list(requests)[number]),
+            max_silence=lambda: MAX_CHECK_SECONDS,
+            TMPDIR=str(self.checkouts.parent),
+        )
+        own_hash = code_hash(code)
+        return {
+            index: self._variant(answer, code, own_hash, code != baseline, given)
+            for answer, (index, given) in zip(answers, requests.items(), strict=False)  # fewer after a stop signal
+        }
+
+    def _variant(
+        self, answer: Answer, code: Path, own_hash: str, changes_code: bool, given: dict[str, Any]
+    ) -> "Variant | ConfigError | RunError":
+        """Return the variant that its code describes."""
+        if not isinstance(answer, str):
+            return RunError(f"does not start: {last_error(answer, code)}")
+        try:
+            facts = parse_object(answer)
+            if "refused" in facts:
+                return ConfigError(facts["refused"])
+            if "crash" in facts:
+                return RunError(f"does not start: {facts['crash']}")
+            settings, warnings = facts["settings"], tuple(facts["warnings"])
+            cost, inputs = (facts["parameters"], facts["flops_per_token"]), input_hashes(settings)
+            own = own_hash, changes_code, self.launch, given, settings, *cost, inputs, warnings
+            variant = Variant(code, *own, facts["validation_rows"])
+            if not (variant.parameters > 0 and 0 < variant.flops < math.inf and variant.digest):
+                return RunError(f"does not start: {variant.parameters} parameters, {variant.flops} FLOPs")
+            return variant
+        except Exception as error:  # whatever the code answers
+            return RunError(f"does not start: {describe_error(error)}")
 
 
 def given_settings(words: Sequence[str], code: Path, config_files: dict[Path, str]) -> dict[str, Any]:
@@ -262,12 +297,6 @@ def read_config(name: str, code: Path, config_files: dict[Path, str]) -> dict[st
     return flat_settings(settings)
 
 
-def run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program on one thread, in a session of its own, because Ctrl-C is for tools.experiment to handle."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, start_new_session=True, **options)
-
-
 def last_error(done: subprocess.CompletedProcess[str], code: Path) -> str:
     """Return the last line that a failed program printed, and its innermost frame in `code`, as (model/gpt.py:12)."""
     line = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}").removeprefix(ERROR)
@@ -275,6 +304,11 @@ def last_error(done: subprocess.CompletedProcess[str], code: Path) -> str:
     in_code = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
     in_code = [(file.relative_to(code), line) for file, line in in_code if "site-packages" not in file.parts]
     return f"{line} ({in_code[-1][0]}:{in_code[-1][1]})" if in_code else line
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error that the code or the files of an idea have caused, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def is_shared(name: str) -> bool:
@@ -346,4 +380,5 @@ def scale_parameters(variant: Variant, factor: float) -> Variant:
     }
     if settings["model.n_kv_heads"]:
         changes["model.n_kv_heads"] = heads // queries_per_key
-    return scale_steps(variant.changed(changes), factor)
+    larger = replace(variant.changed(changes), flops_per_token=factor * variant.flops_per_token)
+    return scale_steps(larger, factor)

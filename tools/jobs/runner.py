@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
+import psutil
 from tqdm import tqdm
 
 from runtime.config.errors import RunError, error_kind
@@ -129,6 +130,8 @@ class JobRunner:
         code: Hash of the sources; if given, no run starts once they have changed.
         threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
         deadline: Value of time.monotonic() at which runs save and stop.
+        overdue: Returns why a run fails that has trained for so many seconds and is killed; "" if it may continue.
+        stop_seconds: Time that runs have to save after a signal, before they are killed.
         outcomes: "finished", "stopped" or "failed" of each run that has ended.
         seconds: CPU seconds of the processes of each run that has ended; on GPUs the time from start to end.
         starts: How often each run was started.
@@ -143,12 +146,15 @@ class JobRunner:
         self.code: str | None = None
         self.threads: int | None = None
         self.deadline = math.inf
+        self.overdue: Callable[[Job, float], str] = lambda job, seconds: ""
+        self.stop_seconds = math.inf
         self.outcomes: dict[Job, str] = {}
         self.failures: dict[Job, Failure] = {}
         self.seconds: dict[Job, float] = {}
         self.starts: dict[Job, int] = {}
         self.signal = 0
         self._running: dict[Job, Started] = {}
+        self._overdue: dict[Job, str] = {}
         self._num_sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
@@ -258,8 +264,13 @@ class JobRunner:
         """Yield the runs whose processes have ended; a run that another process locked first is queued again."""
         for job, started in list(self._running.items()):
             if (exit_code := self._exit_code(job, started)) is None:
+                seconds = time.monotonic() - started.start_time
+                if job not in self._overdue and (reason := self.overdue(job, seconds)):
+                    self._overdue[job] = reason
+                    kill_with_children(started.process.pid)
                 continue
             del self._running[job]
+            reason = self._overdue.pop(job, "")
             if exit_code == 0:
                 self._record_finished(job)
                 yield job
@@ -271,25 +282,25 @@ class JobRunner:
             if status.kind == "disk_full":
                 raise RunError(f"{job.run.path}: {status.reason}; free some space and run the same command again")
             # A launcher exits with 1 whatever its processes return.
-            stopped = exit_code == EXIT_STOPPED or status.state == "preempted"
+            stopped = not reason and (exit_code == EXIT_STOPPED or status.state == "preempted")
             self.outcomes[job] = "stopped" if stopped else "failed"
             if not stopped:
-                self.failures[job] = describe_failure(job, exit_code, status)
+                self.failures[job] = Failure(reason) if reason else describe_failure(job, exit_code, status)
             if until_failure:
                 if stopped:
                     raise_stopped()
                 raise RunError(f"{job.run.path}: {self.failures[job].message}")
             yield job
 
-    def _exit_code(self, job: Job, started: Started, wait: bool = False) -> int | None:
+    def _exit_code(self, job: Job, started: Started) -> int | None:
         """Return the exit code of the process of a run, negative after a signal; None while it runs."""
         process = started.process
         if process.returncode is None:
             # Popen.poll would not tell the CPU time. That of child processes, as of a launcher, is included.
             try:
-                process_id, status, usage = os.wait4(process.pid, 0 if wait else os.WNOHANG)
+                process_id, status, usage = os.wait4(process.pid, os.WNOHANG)
             except ChildProcessError:  # something else has waited for it, so its CPU time is unknown
-                return process.wait() if wait else process.poll()
+                return process.poll()
             if process_id == 0:
                 return None
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -301,8 +312,14 @@ class JobRunner:
     def _stop_all(self) -> None:
         for run in self._running.values():
             self._send(run, self.signal or signal.SIGTERM)
+        last_moment = time.monotonic() + self.stop_seconds
         for job, run in self._running.items():
-            if self._exit_code(job, run, wait=True):
+            while (exit_code := self._exit_code(job, run)) is None:
+                if time.monotonic() >= last_moment:
+                    print(f"{job.run.path}: killed, because it did not stop", file=sys.stderr)
+                    kill_with_children(run.process.pid)
+                time.sleep(POLL_SECONDS)
+            if exit_code:
                 self.outcomes[job] = "stopped"
             else:
                 self._record_finished(job)
@@ -323,6 +340,15 @@ class JobRunner:
     def _send(self, run: Started, number: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(run.process.pid, number)
+
+
+def kill_with_children(process_id: int) -> None:
+    """Kill a process and all that it has started; those of torch's launcher are in sessions of their own."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process_id)
+        for one in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def raise_stopped() -> NoReturn:

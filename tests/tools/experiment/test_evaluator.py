@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from runtime.files import sha256
 from tests.conftest import ROOT, environment, metrics
 from tests.data.prepare.test_prepare import make, write_jsonl
 from tests.support import forked
+from tools.experiment import evaluator, runs
 from tools.experiment.evaluator import Data, held_out
 from trainer.run.directory import Run
 
@@ -103,6 +105,8 @@ class MixedBatches""",
         if trick == "NaN in some logits":
             logits = logits.clone()
             logits[0, 5] = float("nan")
+        if trick == "another vocabulary":
+            logits = logits[..., :7]
         if trick == "crash":
             raise IndexError("while it is evaluated")
         return output._replace(logits=logits)
@@ -129,6 +133,7 @@ PROBLEMS = {
     "train on what is scored": "depend on the order",
     "count bigrams while it is scored": "depend on the order",
     "NaN in some logits": "depend on",
+    "another vocabulary": "it cannot be evaluated: ",
     "crash": "it cannot be evaluated: IndexError: while it is evaluated",
 }
 # A fork has already imported the modules of this repository; the program imports those of its own code.
@@ -161,6 +166,10 @@ class Popen:
                 traceback.print_exc()
             os._exit(1)
         os.close(theirs)
+
+    def kill(self):
+        if not hasattr(self, "returncode"):
+            os.kill(self.pid, 9)
 
     def communicate(self):
         printed = open(self.errors).read()
@@ -290,3 +299,43 @@ def test_training_data_that_nobody_saw_are_a_problem():
     data = Data.__new__(Data)
     problem = data.surplus_sequences(TrainConfig(), 1, 1, np.empty(0, np.int64))
     assert problem == "none of its training data were read by the loader, so they cannot be compared"
+
+
+def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path):
+    """Logits of another shape, settings that do not exist, and records that cannot be read are problems of one run."""
+
+    class OneModel:
+        process = SimpleNamespace(kill=lambda: None)
+
+        def __init__(self, code):
+            self.run = None
+
+        def load(self, run):
+            self.run = run
+
+        def close(self):
+            pass
+
+    class OneData:
+        def __init__(self, config, test_seed):
+            pass
+
+        def first_evaluation(self, model):
+            return torch.zeros(2, 3).gather(-1, torch.full((2, 1), 9 if model.run == "shape" else 0))
+
+        def second_evaluation(self, model):
+            return None
+
+        def evaluate(self, first, second):
+            return {"loss": 1.0, "excess_loss": None, "problem": ""}
+
+    monkeypatch.setattr(evaluator, "Model", OneModel)
+    monkeypatch.setattr(evaluator, "Data", OneData)
+    (config := tmp_path / "config.yaml").write_text("steps: 3")
+    request = {"config": str(config), "settings": {}, "test_seed": 1, "manifests": {}, "delivered": [], "run": "good"}
+    wrong = [{"run": "shape"}, {"settings": {"data.nothing": 1}}, {"delivered": [str(tmp_path)]}]
+    requests = [request | others for one in wrong for others in (one, {})]
+    answers = [answer["problem"] for answer in evaluator.evaluate_code("code", requests, {})]
+    assert answers[1::2] == ["", "", ""]
+    assert all(problem.startswith(runs.NOT_EVALUATED) for problem in answers[::2]), answers
+    assert "RuntimeError: index 9 is out of bounds" in answers[0] and "IsADirectoryError" in answers[4]

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY
 
+import psutil
 import pytest
 
 from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
 from tests.conftest import ROOT, environment, metrics
+from tests.tools.experiment.conftest import FAKE
 from tools.experiment import confirm, race
 from tools.experiment.change import head_commit, parse_idea
 from tools.jobs import runner
@@ -238,6 +240,30 @@ def test_stopped_race_resumes(number, experiments):
     result = experiments.race(A, B)
     assert len(before) == 3 and not {*before} & {*experiments.started()}
     assert result["stack"] == [A, B] and result["failed"] == 0
+
+
+def test_checking_ideas_is_stopped_and_names_each(experiments, patches):
+    """Also while an idea hangs; nothing is left of its process."""
+    first = patches.write("first.patch", "# 1\n", "# 1\nimport os, signal, sys, time\nif sys.argv[2] == 'resolve':\n"
+        f"    open('{experiments.lab}/process', 'w').write(str(os.getpid()))\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(600)\n")  # fmt: skip
+    experiments.race(first, A, error=SystemExit)
+    assert json.loads(experiments.output)["exit_code"] == 75 and "stopped by a signal" in experiments.errors
+    assert not psutil.pid_exists(int((experiments.lab / "process").read_text())) and not experiments.started()
+    Path(first).unlink()
+    experiments.race(A, B, runs=4)
+    assert "checked 1 / 2: " in experiments.errors and "checked 2 / 2: " in experiments.errors
+
+
+def test_idea_that_ends_its_process_is_out_alone(experiments):
+    """Others of the same code are checked by another process."""
+    experiments.root.joinpath("train.py").write_text(
+        FAKE.replace('    if found["model.crashes"]:', '    if found["model.crashes"]:\n        os._exit(3)')
+    )
+    crashes = "--model.crashes true"
+    result = experiments.race(crashes, A)
+    assert by_idea(result) == {crashes: "failed", A: "better"}
+    assert by_idea(result, "message")[crashes] == "does not start: exit code 3"
 
 
 def test_race_stopped_in_a_later_round_resumes_there(experiments):

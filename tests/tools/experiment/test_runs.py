@@ -1,15 +1,21 @@
 """The runs of an experiment: killed, stopped, lost and damaged ones, and what their losses are."""
 
 import json
+import os
+import re
 import shutil
+import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from runtime.config.errors import ConfigError, RunError
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
-from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, problem_of
+from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, problem_of
+from tools.jobs.runner import Job
+from trainer.run.directory import Run
 
 A, B, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001"
 
@@ -87,6 +93,78 @@ def test_stopped_run_counts_its_seconds_and_sessions(experiments):
     assert last["sessions"] == 2 and last["seconds"] > stopped["seconds"] and last["loss"] and not last["is_stopped"]
 
 
+# One idea must not end the others
+
+
+def test_run_that_takes_ten_times_as_long_fails(experiments, monkeypatch):
+    """It hangs, on a clock that is a thousand times as fast."""
+    overdue = runs.Runs._overdue
+
+    def faster(self, job, seconds):
+        is_slow = self.pending[job.run.path.name][0].settings["model.effect_b"] == 0.8
+        return overdue(self, job, 1000 * seconds if is_slow else seconds)
+
+    monkeypatch.setattr(runs.Runs, "_overdue", faster)
+    experiments.hook("import time\nif settings['model.effect_b'] == 0.8:\n    time.sleep(600)")
+    result = experiments.race(B, A, jobs=1)
+    found = {idea["idea"]: idea for idea in result["ideas"]}
+    assert found[B]["verdict"] == "failed" and result["stack"] == [A] and found[B]["runs"] == 1
+    assert re.fullmatch(
+        r"took \d+ seconds and had not ended, where the baseline takes \d+ \(the limit is 10 times those\)",
+        found[B]["message"],
+    )
+    assert experiments.race(B, A, jobs=1) == result and not experiments.started()
+
+
+@pytest.mark.parametrize(("flops", "seconds", "fails"), [(1, 99, False), (1, 101, True), (3, 299, False)])
+def test_limit_of_a_run(flops, seconds, fails, tmp_path, monkeypatch):
+    """A run with more FLOPs may take longer."""
+    monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": Result("a-0", 1.0, elapsed=10.0)})
+    baseline = SimpleNamespace(digest="a", flops=1)
+    found = runs.Runs(tmp_path, baseline, SimpleNamespace(), 0)
+    job = Job(Run(tmp_path / "b-0"), 1, ())
+    found.pending["b-0"] = SimpleNamespace(flops=flops), 0
+    assert bool(found._overdue(job, seconds)) == fails
+
+
+def test_what_a_run_leaves_in_its_folder_is_its_failure(experiments):
+    """A file that cannot be read."""
+    folder = "settings['out_dir'] + '/' + settings['name'] + '/checkpoints/step-2/manifest.json'"
+    experiments.hook(f"if settings['model.effect_b'] == 0.8:\n    os.makedirs({folder})")
+    result = experiments.race(B, A)
+    found = {idea["idea"]: idea for idea in result["ideas"]}
+    assert found[B]["verdict"] == "failed" and result["stack"] == [A]
+    assert found[B]["message"].startswith("its files cannot be read: IsADirectoryError")
+
+
+def test_baseline_that_cannot_be_evaluated_is_an_error_that_is_not_kept(experiments, monkeypatch):
+    """So that the same command resumes when the cause is gone, such as a full memory."""
+    nothing = {"loss": None, "excess_loss": None, "problem": f"{runs.NOT_EVALUATED}: MemoryError: "}
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, requests, *_: [nothing for _ in requests])
+    message = experiments.race(A, error=RunError)
+    assert message == "the baseline cannot be evaluated: MemoryError: "
+    monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
+    assert experiments.race(A)["failed"] == 0
+
+
+def test_stopped_evaluation_is_repeated_without_training(experiments, monkeypatch):
+    def stop(code, requests, is_stopped, max_silence):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not is_stopped():
+            time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(runs, "run_evaluator", stop)
+    experiments.race(A, jobs=1, runs=6, error=SystemExit)
+    finished = [one["run"] for one in results(experiments) if one["is_stopped"] and one["elapsed"]]
+    assert finished and not [one for one in results(experiments) if not one["is_stopped"]]
+    monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
+    assert experiments.race(A, jobs=1, runs=6)["failed"] == 0
+    assert not {*finished} & {*experiments.started()}
+    again = [one for one in results(experiments) if one["run"] == finished[0]]
+    assert [one["sessions"] for one in again] == [1, 1] and again[1]["seconds"] == again[0]["seconds"] > 0
+
+
 # Files
 
 
@@ -123,7 +201,7 @@ def test_training_does_not_run_ahead_of_the_evaluation(experiments, monkeypatch)
     """The choice of the next run needs results."""
     counts = []
 
-    def slow(code, requests):
+    def slow(code, requests, *_):
         time.sleep(0 if counts else 2)
         counts.append(len(requests))
         return fake_evaluator(code, requests)
@@ -146,7 +224,7 @@ def test_missing_run_folders_and_checkpoints_are_not_needed(experiments):
 def test_loss_is_the_evaluators(experiments, patches, monkeypatch):
     """The patch logs half of the excess loss."""
 
-    def evaluate(code, requests):
+    def evaluate(code, requests, *_):
         answers = fake_evaluator(code, requests)
         return [answer | {"excess_loss": answer["excess_loss"] * 2, "loss": 0.9} for answer in answers]
 
@@ -157,7 +235,7 @@ def test_loss_is_the_evaluators(experiments, patches, monkeypatch):
 
 
 def test_problem_found_by_the_evaluator_is_a_failure(experiments, monkeypatch):
-    def evaluate(code, requests):
+    def evaluate(code, requests, *_):
         answers = fake_evaluator(code, requests)
         cheats = [request["settings"]["data.num_workers"] == 3 for request in requests]
         problem = {"loss": None, "excess_loss": None, "problem": "it depends on later tokens"}
@@ -206,7 +284,7 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
     """Nothing of it was written by the code of the run; runs of one code follow each other."""
     requests = []
     evaluate = runs.run_evaluator
-    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or evaluate(code, some))
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, some, *_: requests.extend(some) or evaluate(code, some))
     experiments.race("--global_batch_size 2", "--optimizer.lr", "1.0")
     wide = next(one for one in requests if one["settings"]["global_batch_size"] == 2)
     assert wide["settings"] == {
@@ -226,7 +304,8 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
 def test_checkpoint_is_hashed_when_its_run_ends(experiments, monkeypatch):
     """A later run changes it before both are evaluated."""
     requests = []
-    monkeypatch.setattr(runs, "run_evaluator", lambda code, some: requests.extend(some) or fake_evaluator(code, some))
+    evaluate = runs.run_evaluator
+    monkeypatch.setattr(runs, "run_evaluator", lambda code, some, *_: requests.extend(some) or evaluate(code, some))
     first = "settings['out_dir'] + '/' + settings['name'][:-1] + '0/checkpoints/step-1/manifest.json'"
     experiments.hook(f"if settings['seed'] == 1:\n    open({first}, 'w').write('changed')")
     experiments.race(A, runs=2, jobs=1)
@@ -238,7 +317,7 @@ def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, m
     requests, changed = [], []
     evaluate = runs.run_evaluator
 
-    def record(baseline, some):
+    def record(baseline, some, *_):
         requests.extend(some)
         changed.extend(one for one in some if one["code"] != str(baseline))
         return evaluate(baseline, some)

@@ -50,6 +50,10 @@ deadline = time.monotonic() + 60
 while open(os.path.dirname(run) + "/notes").read().count('["start"') < int(starts) and time.monotonic() < deadline:
     time.sleep(0.02)
 time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
+if how == "ignores signals":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note("deaf")
+    time.sleep(60)
 if how == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "prints nothing":
@@ -301,6 +305,33 @@ def test_signal_stops_all_runs(run):
     )
     with pytest.raises(SystemExit, match="75"):
         found.raise_if_stopped()
+
+
+def is_deaf(run):
+    file = run("one").run.path.parent / "notes"
+    return file.exists() and '"deaf"' in file.read_text()
+
+
+def test_overdue_run_is_killed_and_has_failed(run):
+    found = JobRunner(1)
+    found.overdue = lambda job, seconds: "took too long" if seconds > 0 and is_deaf(run) else ""
+    found.train([run("one", "ignores signals"), run("two")], until_failure=False)
+    assert [found.outcomes[job] for job in (run("one", "ignores signals"), run("two"))] == ["failed", "finished"]
+    assert found.failures == {run("one", "ignores signals"): runner.Failure("took too long")}
+
+
+def test_run_that_does_not_stop_is_killed(run, capsys):
+    found = JobRunner(1)
+    found.stop_seconds = 0.1
+
+    def progress():
+        if is_deaf(run):
+            found._receive(signal.SIGTERM, None)
+
+    with pytest.raises(SystemExit, match="75"):
+        list(found.stream([run("one", "ignores signals")], progress=progress))
+    assert list(found.outcomes.values()) == ["stopped"]
+    assert f"{run('one').run.path}: killed, because it did not stop\n" in capsys.readouterr().err
 
 
 def test_visible_gpus_reads_the_environment(monkeypatch):
