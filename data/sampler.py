@@ -11,7 +11,8 @@ To train in another order, such as a curriculum, edit `sample_indices` of `Globa
 never stored.
 """
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -90,6 +91,11 @@ class BatchSizes:
         cut the sequences of some steps in `StepDataset` of data/loader.py.
         """
         return self.sequences_before(step) * seq_len
+
+    def steps_for(self, num_sequences: float) -> int:
+        """Return the number of steps, from the first on, that read at least `num_sequences` sequences."""
+        most = range(1, math.ceil(num_sequences / self.first_size) + 1)  # no batch is smaller than the first
+        return 1 + bisect_left(most, num_sequences, key=self.sequences_before)
 
 
 @dataclass(frozen=True)

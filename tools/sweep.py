@@ -115,6 +115,8 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
     for combination, swept in combine(arguments):
         try:
             config = parse_config(combination)
+            if not config.has_steps:
+                raise ConfigError("epochs or tokens: tools.sweep needs the length of its runs as --steps")
         except SystemExit:
             raise ConfigError("arguments: --help and --print_config are options of train.py; leave them out") from None
         except ConfigError as error:

@@ -38,6 +38,8 @@ FAMILIAR_NAMES = {
     "max_seq_len": "seq_len",
     "max_iters": "steps",
     "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
     "num_iterations": "steps",
     "n_layer": "model.n_layers",
     "n_head": "model.n_heads",
@@ -63,6 +65,7 @@ FAMILIAR_NAMES = {
     "device": "accelerate launch --cpu, or CUDA_VISIBLE_DEVICES",
 }
 
+LENGTHS = ("steps", "epochs", "tokens")  # the length of a run in three units, of which a user gives one
 DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "stories.yaml"
 
 
@@ -117,6 +120,7 @@ def parse_config(
             given.read_file(value)
         elif name != "print_config":
             given.read_option(name, value)
+    given.check_length()
     for notice in given.leave_out_unused(given.validate()):
         notify(notice)
     config = given.validate()
@@ -130,7 +134,8 @@ def parse_config(
         filled_in = {"name": named.name, "global_batch_size": config.micro_batch_size * num_processes}
         if nulls := [f"{name}: {value}" for name, value in filled_in.items() if config.flat()[name] is None]:
             print(f"# A run on {num_processes} process(es) fills in {', '.join(nulls)}. --help explains other nulls.")
-        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        unresolved = None if config.has_steps else {"steps"}
+        print(yaml.safe_dump(config.model_dump(mode="json", exclude=unresolved), sort_keys=False), end="")
         raise SystemExit(0)
     return named
 
@@ -177,6 +182,8 @@ class _Given:
         """The config file of each value as the beginning of a message; "" for the command line."""
         self.problems: dict[str, str] = {}
         """The first problem of each setting, file or word."""
+        self.left_out: dict[str, list[str]] = {}
+        """Settings of each config file that are left out, as "steps (epochs: 4)"."""
 
     def report(self, name: str, problem: str) -> None:
         """Add a problem, unless one is known for this setting, file or word."""
@@ -263,18 +270,35 @@ class _Given:
         So a config file for stories serves as one for text, too. A setting that the same file or the command line makes
         useless stays, and is refused.
         """
-        left_out: dict[str, list[str]] = {}
         while unused := [
             setting
             for setting in unused_settings(config, has_model=config.init_from is None)
             if (source := self.sources.get(setting.name)) and self.sources.get(setting.because, source) != source
         ]:
             for setting in unused:
-                left_out.setdefault(self.sources[setting.name], []).append(f"{setting.name} ({setting.reason})")
-                self.sources[setting.name] = ""  # so that settings that need this one are left out, too
-                self.values.pop(setting.name, None)
+                self._leave_out(setting.name, setting.reason)
             config = self.validate()
-        return [f"{source}left out, because it has no effect: {', '.join(names)}" for source, names in left_out.items()]
+        return [
+            f"{source}left out, because it has no effect: {', '.join(names)}" for source, names in self.left_out.items()
+        ]
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out.setdefault(self.sources[name], []).append(f"{name} ({reason})")
+        self.sources[name] = ""  # so that settings that need this one are left out, too
+        self.values.pop(name, None)
+
+    def check_length(self) -> None:
+        """Report two lengths of the run from the same config file or from the command line."""
+        given = [f"{name}: {show(self.values[name])}" for name in LENGTHS if self.values.get(name) is not None]
+        if len(given) > 1:
+            source = self.sources.get("steps", "") or self.sources.get("epochs", "")
+            self.report("steps", f"{source}{' and '.join(given)}: the length of the run; give only one of them")
+
+    def _replace_length(self, name: str, value: Any, source: str) -> None:
+        """Leave out a length of the run in another unit that an earlier config file gave."""
+        for other in LENGTHS if name in LENGTHS and value is not None else ():
+            if other != name and self.values.get(other) is not None and self.sources[other] not in ("", source):
+                self._leave_out(other, f"{name}: {show(value)}")
 
     def _set(self, settings: dict[str, Any], source: str = "") -> None:
         seen = set()
@@ -290,6 +314,7 @@ class _Given:
             elif section_class(self.fields[name]):
                 self.report(name, f"{source}{name}: {show(value)} is not a section; leave it out for its defaults")
             else:
+                self._replace_length(name, value, source)
                 self.values[name], self.sources[name] = value, source
             seen.add(name)
 

@@ -259,6 +259,15 @@ class TrainConfig(Settings):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
 
+    epochs: Annotated[float, Gt(0), Le(10**6)] | None = None
+    """Length of the run in place of `steps`: how often it reads the training set, such as 4 or 0.5. When the run
+    starts, it is converted to steps, rounded up. For a mixture: the number of sequences of all corpora together. null:
+    `steps`."""
+
+    tokens: Annotated[float, Gt(0), Lt(2**63)] | None = None
+    """Length of the run in place of `steps`: training tokens, such as 1e8, with padding. When the run starts, it is
+    converted to steps, rounded up. null: `steps`."""
+
     global_batch_size: PositiveInt | None = None
     """Sequences in an optimizer step, over all processes. It determines the number of gradient accumulation steps,
     global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes when the run first starts."""
@@ -378,6 +387,11 @@ class TrainConfig(Settings):
             *self._other_problems(),
         ]
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether `steps` is the length of the run; otherwise it is unknown until the corpus is loaded."""
+        return self.epochs is None and self.tokens is None
+
     def _path_problems(self) -> Iterator[str]:
         name = self.name
         is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
@@ -435,7 +449,7 @@ class TrainConfig(Settings):
 
     def _schedule_problems(self) -> Iterator[str]:
         schedule = self.schedule
-        if schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
+        if self.has_steps and schedule.warmup_steps + (schedule.decay_steps or 0) > self.steps:
             decay = f" and schedule.decay_steps: {schedule.decay_steps}: together" if schedule.decay_steps else ":"
             yield (
                 f"schedule.warmup_steps: {schedule.warmup_steps}{decay} more than steps: {self.steps}; "
@@ -454,7 +468,7 @@ class TrainConfig(Settings):
                 f"schedule.batch_warmup_from: {smallest} needs schedule.batch_warmup_steps, over which the batch grows"
             )
             return
-        if warmup_steps > self.steps:
+        if self.has_steps and warmup_steps > self.steps:
             yield f"schedule.batch_warmup_steps: {warmup_steps}: more than steps: {self.steps}; lower it"
         if full is not None and full < smallest:
             yield f"schedule.batch_warmup_from: {smallest} is more than global_batch_size: {full}; lower it"
@@ -480,7 +494,7 @@ class TrainConfig(Settings):
             yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
         if self.profile and self.profile[0] > self.profile[1]:
             yield f"profile: {list(self.profile)} is not the first and the last step; put the smaller first"
-        elif self.profile and self.profile[0] > self.steps:
+        elif self.profile and self.has_steps and self.profile[0] > self.steps:
             yield f"profile: {list(self.profile)} begins after the last step, steps: {self.steps}; use earlier steps"
 
 

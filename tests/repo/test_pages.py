@@ -86,7 +86,7 @@ def test_command_of_first_pages(command, out_dir):
     if "tools.replay" in command:
         assert "reproduced bitwise (2 digest(s))" in done.stdout, "replay must be launched like the run"
     if command == "make verify":
-        assert done.stdout.count("\nPASS  ") == 14 and "\nEverything holds.\n" in done.stdout
+        assert done.stdout.count("\nPASS  ") == 15 and "\nEverything holds.\n" in done.stdout
     if command == "make train":
         assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
         assert "The run is in" in done.stdout

@@ -77,6 +77,8 @@ def describe(file: str) -> dict[str, Any]:
         problem = "the model does not predict the next token, whose loss tools.experiment computes for all variants"
         raise ConfigError(f"predicts_next_token: {problem}; train seeds of both with tools.sweep, then tools.compare")
     config = parse_config(["--config", file])
+    if not getattr(config, "has_steps", True):  # an older commit does not have it
+        raise ConfigError("epochs or tokens: tools.experiment needs the length of its runs as --steps")
     with_initial = config
     if config.init_from:  # it decides what the network is
         from trainer.run.resolve import resolve_initial_model

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.corpus import Corpus, load_corpus
+from data.sampler import BatchSizes
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import complete_settings
@@ -72,6 +73,7 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     config = corpus.fill_in(config)
     batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
     config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
+    config = with_steps(config, len(corpus.train))
     check_consistent(config)  # again, with the settings that are now filled in
     config, teacher = load_teacher(config, corpus) if config.teacher.path is not None else (config, None)
     return Resolved(config, corpus, PretrainedModels(initial, teacher))
@@ -81,6 +83,14 @@ def check_consistent(config: TrainConfig) -> None:
     """Raise ConfigError with all settings that contradict each other."""
     if problems := config.problems(num_processes()):
         raise ConfigError("\n".join(problems))
+
+
+def with_steps(config: TrainConfig, num_samples: int) -> TrainConfig:
+    """Convert `epochs` or `tokens` to steps, for a training set of `num_samples` sequences."""
+    if config.has_steps:
+        return config
+    sequences = config.tokens / config.seq_len if config.tokens is not None else (config.epochs or 0) * num_samples
+    return config.replace(steps=BatchSizes.from_config(config).steps_for(sequences), epochs=None, tokens=None)
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:

@@ -70,6 +70,7 @@ def summary(
     chunk_rows = model.next_token_loss.chunk_rows(num_rows, len(model.output_weight), device.type)
     logits = f"logits of {num_rows:,} positions at once"
     accumulation = format_batch(config, config.micro_batch_size * accelerator.num_processes)
+    num_epochs = BatchSizes.from_config(config).sequences_before(config.steps) / len(corpus.train)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
         parameters += f", {frozen:,} of them frozen"
@@ -84,6 +85,7 @@ def summary(
         "global batch": f"{format_batch(config)} sequences = {config.micro_batch_size} micro-batch"
         f" x {accelerator.num_processes} processes x {accumulation} accumulation",
         "tokens": format_tokens(config, total_tokens),
+        "epochs": f"{num_epochs:.3g} of {len(corpus.train):,} training sequences",
     }
     if graph.report:
         facts["CUDA graph"] = f"{'on' if graph.use else 'off'}, {graph.report}"

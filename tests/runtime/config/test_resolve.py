@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from model.config import GPTConfig
+from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
 from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES
@@ -43,6 +44,35 @@ def test_resolve_fills_in_open_settings():
     assert config.global_batch_size == given.micro_batch_size
     assert config.data.seed == 0
     assert models == (None, None)
+
+
+LENGTHS = [
+    (["--epochs", "2"], "sequences", 2 * 20),
+    (["--epochs", "0.01"], "sequences", 0.01 * 20),
+    (["--tokens", "9000"], "tokens", 9000),
+    (["--tokens", "2560"], "tokens", 2560),  # a whole number of batches
+]
+WARM_UP = ["--schedule.batch_warmup_from", "2", "--schedule.batch_warmup_steps", "1"]
+
+
+@pytest.mark.parametrize("warm_up", [[], WARM_UP], ids=["", "batch warm-up"])
+@pytest.mark.parametrize(("length", "unit", "wanted"), LENGTHS)
+def test_length_in_epochs_or_tokens_becomes_steps(length, unit, wanted, warm_up):
+    """The last step is the first that reaches the length, counted batch by batch; the rest of the config is equal."""
+    config, corpus, _ = resolve(
+        parse_config([*map(str, TINY_STORIES), "--schedule.warmup_steps", "1", *length, *warm_up])
+    )
+    assert (config.epochs, config.tokens) == (None, None)
+    size = 1 if unit == "sequences" else config.seq_len
+    batches = [size * len(corpus.global_batches(config).indices(step)) for step in range(config.steps)]
+    assert sum(batches[:-1]) < wanted <= sum(batches)
+
+
+def test_schedule_is_checked_against_the_steps_of_the_epochs():
+    words = [*map(str, TINY_STORIES), "--epochs", "1", "--schedule.warmup_steps"]
+    parse_config([*words, "5000"])  # the corpus is not loaded yet
+    with pytest.raises(ConfigError, match="schedule.warmup_steps: 5000: more than steps: 4"):
+        resolve(parse_config([*words, "5000"]))
 
 
 def test_resolve_keeps_given_settings():

@@ -34,6 +34,31 @@ def test_later_settings_win(tmp_path):
     assert parse_config([*RANDOM_TOKENS, "--steps", "9", "--config", str(recipe)]).steps == 7
 
 
+def test_one_length_of_the_run(tmp_path, capsys):
+    """A later file or the command line replaces a length in another unit; two from one place are refused."""
+    (tmp_path / "steps.yaml").write_text("steps: 5")
+    (tmp_path / "epochs.yaml").write_text("epochs: 3")
+    files = ["--config", str(tmp_path / "steps.yaml"), "--config", str(tmp_path / "epochs.yaml")]
+    notices = []
+    assert parse_config(files, notify=notices.append).epochs == 3
+    assert notices == [f"{files[1]}: left out, because it has no effect: steps (epochs: 3)"]
+    config = parse_config([*files, "--tokens", "1e4"])
+    assert (config.epochs, config.tokens) == (None, 1e4)
+    config = parse_config([*files, "--steps", "7"])
+    assert (config.steps, config.epochs) == (7, None)
+    for words in ("--steps 5 --epochs 3", "--tokens 1e4 --epochs 3", "--steps 5 --tokens 1e4 --epochs 3"):
+        with pytest.raises(ConfigError, match="the length of the run; give only one of them") as error:
+            parse_config(words.split())
+        assert str(error.value).count("\n") == 0
+    (tmp_path / "both.yaml").write_text("epochs: 3\ntokens: 9")
+    with pytest.raises(ConfigError, match="both.yaml: epochs: 3 and tokens: 9: the length of the run"):
+        parse_config(["--config", str(tmp_path / "both.yaml")])
+    with pytest.raises(SystemExit):
+        parse_config([*files, "--print_config"])
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert parse_config(["--config", str(tmp_path / "printed.yaml")]).epochs == 3
+
+
 def test_parsed_numbers_are_plain():
     """torch.compile in torch 2.11 splits the graph of a block at a subclass of float, which is slow."""
     config = parse_config(

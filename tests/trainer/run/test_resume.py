@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import yaml
 
 from tests.conftest import TINY_STORIES, assert_same_bits, metrics, rewind, tensors, train
 
@@ -48,3 +49,14 @@ def test_resume_is_bitwise_after_every_step(uninterrupted, runs):
         train(*TINY_STORIES, "--out_dir", runs / str(step), "--name", "run", processes=processes)
         assert_same_bits(tensors(run, STEPS), tensors(finished, STEPS))
         assert metrics(run) == metrics(finished)
+
+
+def test_run_of_epochs_resumes_as_one_of_steps(runs):
+    """The stored config has the steps, so the same command, and one with the steps, resume the run."""
+    words = [*TINY_STORIES, "--out_dir", runs, "--schedule.warmup_steps", 1]
+    train(*words, "--name", "steps", "--steps", 4)
+    train(*words, "--name", "run", "--epochs", 1, "--stop_after", 2, exit_code=75)
+    assert yaml.safe_load((runs / "run" / "config.yaml").read_text())["steps"] == 4
+    done = train(*words, "--name", "run", "--epochs", 1)
+    assert "resumed at step 2" in done.stdout and "epochs: 1.2 of 20 training sequences" in done.stdout
+    assert_same_bits(tensors(runs / "run", 4), tensors(runs / "steps", 4))
