@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -28,11 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from data.synthetic.stories import StoriesDataset
 from examples import common, data_parallel, mnist_allreduce, mnist_spawn_ddp, model_parallel
 from model.gpt import GPTModel
 from tests.conftest import (
     OWN_SESSION,
     ROOT,
+    TINY_STORIES,
     commands,
     environment,
     interrupt_after,
@@ -554,3 +557,29 @@ def test_example_says_that_it_loads_torch_before_it_does(name, tmp_path):
     assert done.stderr.splitlines() in (["Loading torch ...", "torch is imported"], ["Loading torch ..."])
     ranks = environment(PYTHONPATH=str(tmp_path), RANK="0")
     assert "Loading" not in subprocess.run(command, cwd=ROOT, env=ranks, capture_output=True, text=True).stderr
+
+
+@pytest.mark.slow
+def test_grpo_trains_an_export(tmp_path):
+    """TRL's trainer with the grammar as a reward; sample.py reads what it writes."""
+    pytest.importorskip("trl", reason="TRL is not a requirement of this repository: pip install trl")
+    train(*TINY_STORIES, "--out_dir", tmp_path, "--name", "run")
+    shell(f"python export.py {tmp_path}/run {tmp_path}/export")
+    output = shell(f"python -m examples.grpo_stories {tmp_path}/export {tmp_path}/red --updates 1").stdout
+    assert "rewards/accepted_and_red/mean" in output
+    before, after = (tensors(tmp_path / name / "model.safetensors") for name in ("export", "red"))
+    assert before.keys() == after.keys()
+    shell(f"python sample.py {tmp_path}/red --prompt Meet --num_samples 1")
+
+
+def test_grpo_rewards_accepted_stories_with_a_red_thing(monkeypatch):
+    """Stories with red things get 1, stories without them and texts that the grammar rejects 0."""
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOConfig=None, GRPOTrainer=None))
+    rewards = importlib.import_module("examples.grpo_stories")
+    dataset = StoriesDataset("train", 60, 0, 96)
+    stories = [dataset.text(index) for index in range(60)]
+    red = [" red " in story for story in stories]
+    assert any(red) and not all(red)
+    assert rewards.accepted_and_red(stories) == [float(is_red) for is_red in red]
+    broken = [story.replace(".", " red.", 1) for story in stories]
+    assert rewards.accepted(broken) == rewards.accepted_and_red(broken) == [0.0] * 60

@@ -30,7 +30,12 @@ SUPPORTED = [
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("1",), "set global_batch_size, from which accumulation is derived"),
     ("ACCELERATE_USE_DEEPSPEED", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
     ("ACCELERATE_USE_MEGATRON_LM", ("false",), "use distributed_type: MULTI_GPU or FSDP"),
-    ("PARALLELISM_CONFIG_TP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
+    (
+        "PARALLELISM_CONFIG_TP_SIZE",
+        ("1",),
+        "use dp_replicate_size and dp_shard_size, or export the model and train it by transformers with "
+        'tp_plan="auto" (docs/using.md)',
+    ),
     ("PARALLELISM_CONFIG_CP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
     ("PARALLELISM_CONFIG_SP_SIZE", ("1",), "use dp_replicate_size and dp_shard_size"),
 ]

@@ -120,19 +120,16 @@ def test_chinese_readme_matches_english():
     assert ours == theirs, ours ^ theirs
 
 
-def test_loop_of_readme_is_in_train_py():
-    """Each of its lines, in its order, except the parameters of its functions."""
-    [excerpt] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-    def words(line):
-        line = line.partition("  #")[0].strip()
-        return line.partition("(")[0] + "(" if line.startswith("def ") else line
-
-    code = iter(map(words, (ROOT / "train.py").read_text().splitlines()))
-    lines = [words(line) for line in excerpt.splitlines() if line]
-    assert len(lines) >= 18 and excerpt.count("# <--") == 3
-    for line in lines:
-        assert line in code, f"README.md: not in train.py, or not in this order: {line}"
+@pytest.mark.slow
+def test_launch_of_first_screen(tmp_path):
+    """`accelerate config` with the default answer to each question, then the launch with the file that it writes."""
+    [block] = re.findall(r"((?:^    accelerate .*\n)+)", README, re.MULTILINE)
+    config, launch = (line.partition("  #")[0].strip() for line in block.splitlines())
+    file = tmp_path / "default_config.yaml"
+    shell(f"{config} --config_file {file} < <(yes '')", ACCELERATE_USE_CPU="true")
+    launch = launch.replace("train.py", f"--config_file {file} train.py")
+    done = shell(f"{launch} {SHORT_STORIES} --out_dir {tmp_path / 'runs'}", WANDB_MODE="disabled")
+    assert done.stdout.endswith("Training finished.\n")
 
 
 def anchors(file):

@@ -14,7 +14,8 @@ import pytest
 
 from runtime.config.parser import parse_config
 from runtime.machine.cores import available_cores
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, python
+from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tests.support import forked
 from tools.benchmark import __main__ as command_line
 from tools.benchmark import cpu, gpu, programs, tables
@@ -200,7 +201,7 @@ def started(monkeypatch, tmp_path):
         raise RuntimeError("it is enough to know what would be started")
 
     def programs_of(module, name):
-        options = argparse.Namespace(quick=False, nanogpt=tmp_path, text=tmp_path, scratch=tmp_path)
+        options = argparse.Namespace(quick=False, nanogpt=tmp_path, nanochat=tmp_path, text=tmp_path, scratch=tmp_path)
         found = []
         for group, cases, _ in getattr(module, name)(options):
             for case, call in cases.items():
@@ -213,6 +214,7 @@ def started(monkeypatch, tmp_path):
     running = []
     monkeypatch.setattr(Program, "run", run)
     monkeypatch.setattr(programs, "corpus_tokens", lambda _: {"train": np.array([7, 9, 7]), "val": np.array([9, 40])})
+    monkeypatch.setattr(programs, "write_documents", lambda corpus, folder: None)
     monkeypatch.setattr(gpu, "ON_GPU", True)
     return programs_of
 
@@ -283,6 +285,74 @@ def test_nanogpt_trains_on_tokens_of_corpus(started, tmp_path):
     assert np.fromfile(f"{data}/val.bin", np.uint16).tolist() == [1, 2]
     programs.nanogpt(options, "--dtype=float32", on_text=True, vocab_size=64)
     assert np.fromfile(f"{data}/val.bin", np.uint16).tolist() == [9, 40]
+
+
+def test_nanochat_trains_the_same_shape_on_as_many_tokens(started):
+    (_, _, program), (_, name, peer) = started(cpu, "bits_per_byte")
+    config, theirs = our_config(program), peer_settings(peer)
+    assert config is not None and name == "nanochat"
+    width = int(theirs["depth"]) * int(theirs["aspect-ratio"])
+    shape = [config.model.n_layers, config.model.d_model, config.model.n_heads, config.seq_len, config.steps]
+    assert shape == [int(theirs["depth"]), width, width // int(theirs["head-dim"]), 256, int(theirs["num-iterations"])]
+    assert (config.global_batch_size or 0) * config.seq_len == int(theirs["total-batch-size"])
+    assert config.steps * int(theirs["total-batch-size"]) == 614_400
+
+
+# What nanochat's scripts/base_train.py does with its documents and its tokenizer.
+FAKE_NANOCHAT = """
+import json, os, sys
+from pathlib import Path
+import pyarrow.parquet as pq
+from nanochat.common import get_base_dir
+from nanochat.tokenizer import HuggingFaceTokenizer, get_token_bytes, get_tokenizer
+
+*train, validation = sorted(Path(get_base_dir(), "base_data_climbmix").glob("*.parquet"))
+texts = [pq.read_table(file)["text"].to_pylist() for file in (*train, validation)]
+tokenizer = get_tokenizer()
+ids = [tokenizer.encode(part, prepend=tokenizer.get_bos_token_id(), num_threads=4) for part in texts]
+lengths = get_token_bytes(device="cpu")
+assert len(lengths) == tokenizer.get_vocab_size()
+sizes = [sum(lengths[index].item() for row in part for index in row) for part in ids]
+print(json.dumps({"texts": texts, "ids": ids, "sizes": sizes, "arguments": sys.argv}))
+print("Step 00000 | Validation bpb: 8.100000")
+print("Step 00150 | Validation bpb: 2.250000")
+print("Minimum validation bpb: 2.250000")
+"""
+
+
+@pytest.fixture
+def nanochat(tmp_path):
+    """A checkout with the names that the comparison relies on."""
+    (tmp_path / "checkout/nanochat").mkdir(parents=True)
+    (tmp_path / "checkout/scripts").mkdir()
+    (tmp_path / "checkout/scripts/base_train.py").write_text(FAKE_NANOCHAT)
+    common = "import os\nget_base_dir = lambda: os.environ['NANOCHAT_BASE_DIR']\n"
+    (tmp_path / "checkout/nanochat/common.py").write_text(common)
+    (tmp_path / "checkout/nanochat/tokenizer.py").write_text("import rustbpe\n")  # a package that is not installed
+    return tmp_path / "checkout"
+
+
+def test_nanochat_reads_documents_and_tokens_of_corpus(tmp_path, nanochat):
+    documents = [f"{text}\nna\u00efve {number}" for number, text in enumerate(make_documents(60))]
+    write_jsonl(tmp_path / "documents.jsonl", documents)
+    words = "--tokenizer train:512 --validation hash:0.2 --num_workers 1"
+    python(f"python -m data.prepare --source {tmp_path / 'documents.jsonl'} {words} --out {tmp_path / 'corpus'}")
+    options = argparse.Namespace(quick=False, nanochat=nanochat, text=tmp_path / "corpus", scratch=tmp_path)
+    lines = programs.nanochat(options, "--depth=4").run()
+    [found] = [json.loads(line) for _, line in lines if line.startswith("{")]
+    read = [text for part in found["texts"] for text in part]
+    assert sorted(read) == sorted(documents) and all(found["texts"])
+    tokens = programs.corpus_tokens(tmp_path / "corpus")
+    for split, ids, texts, size in zip(("train", "val"), found["ids"], found["texts"], found["sizes"], strict=True):
+        assert [index for row in ids for index in row] == tokens[split].tolist()
+        assert size == sum(len(text.encode()) for text in texts), "special tokens have no bytes"
+    assert found["arguments"] == ["base_train", "--depth=4"]
+    measured = programs.last_bits_per_byte(lines)
+    assert measured["val/bits_per_byte"] == 2.25 and measured["seconds"] > 0
+    assert programs.last_bits_per_byte([(1.5, "[step 9 / 9] val/loss = 1.2 val/bits_per_byte = 1.7 x = 3")]) == {
+        "seconds": 1.5,
+        "val/bits_per_byte": 1.7,
+    }
 
 
 @pytest.mark.parametrize("name, groups", [("gpu", gpu.LARGE_MODELS), ("cuda_graph", gpu.SMALL_MODELS)])

@@ -20,7 +20,11 @@ import torch
 from tools.benchmark import cpu, gpu, tables
 
 ON_GPU = {"gpu", "cuda_graph", "curve"}
-TEXTS = {"time_to_loss": Path("corpora/shakespeare"), "curve": Path("corpora/linux")}
+TEXTS = {
+    "time_to_loss": Path("corpora/shakespeare"),
+    "bits_per_byte": Path("corpora/text"),
+    "curve": Path("corpora/linux"),
+}
 
 
 def measure(case: Callable[[], object]) -> dict:
@@ -72,6 +76,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="+", choices=tables.TABLES, metavar="CASE", help=names)
     parser.add_argument("--rounds", type=int, help="default: 3, on a GPU 1")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT to compare with")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat to compare with, for bits_per_byte")
     parser.add_argument("--text", type=Path, help="a text file, or a corpus of data.prepare; default: of the case")
     parser.add_argument("--quick", action="store_true", help="measure the first groups in miniature, and only print")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Benchmark cases on a CPU: train.py compared with nanoGPT's and with a hand-written loop.
+"""Benchmark cases on a CPU: train.py compared with nanoGPT's, nanochat's and a hand-written loop.
 
 A function without an underscore is a case of python -m tools.benchmark, and yields its groups.
 """
@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -31,6 +31,12 @@ PROMPT_TOKENS = 32
 # From nanoGPT's README.
 RECIPE_FOR_A_CPU = f"""--compile=False --dtype=float32 --eval_iters=20 --batch_size=12 {Shape(4, 4, 128, 64).recipe()}
     --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"""
+
+OUR_RECIPE = f"""--config configs/text.yaml --model.n_layers 4 --steps 150 --evaluation.every 150
+    --evaluation.num_samples 512 --checkpoint.every 150 {WITHOUT_WANDB}"""
+NANOCHATS_RECIPE = """--device-type=cpu --depth=4 --aspect-ratio=32 --head-dim=64 --max-seq-len=256 --window-pattern=L
+    --device-batch-size=16 --total-batch-size=4096 --num-iterations=150 --eval-every=150 --eval-tokens=131072
+    --core-metric-every=-1 --sample-every=-1"""
 
 
 def throughput(options: Namespace) -> Iterator[Group]:
@@ -62,6 +68,26 @@ def time_to_loss(options: Namespace) -> Iterator[Group]:
     if options.nanogpt:
         cases[PEER] = lambda: nanogpt(options, RECIPE_FOR_A_CPU, on_text=True).train(target)
     yield "to 1.88 nats/character", cases, {"ours": [PEER]}
+
+
+def bits_per_byte(options: Namespace) -> Iterator[Group]:
+    """Measure the loss after 614,400 tokens of --text, and the seconds, against nanochat with --nanochat CHECKOUT.
+
+    4 layers of width 128, context 256, 150 steps of 16 sequences, each program with its own recipe: configs/text.yaml,
+    and the defaults of nanochat's base_train.py. --text is a corpus of data.prepare with many documents. Each round has
+    another seed of ours; nanochat's seed is fixed.
+    """
+    seeds = count()
+
+    def case() -> dict[str, float]:
+        with TemporaryDirectory() as folder:
+            paths = f"--data.path={programs.text_corpus(options)}", f"--out_dir={folder}"
+            return programs.last_bits_per_byte(ours(options, OUR_RECIPE, *paths, f"--seed={next(seeds)}").run())
+
+    cases: dict[str, Case] = {"ours": case}
+    if options.nanochat:
+        cases["nanochat"] = lambda: programs.last_bits_per_byte(programs.nanochat(options, NANOCHATS_RECIPE).run())
+    yield "614,400 tokens", cases, {"ours": ["nanochat"]}
 
 
 def overhead(options: Namespace) -> Iterator[Group]:

@@ -1,4 +1,4 @@
-"""Start the programs that are compared, train.py and nanoGPT's train.py, and read what they print.
+"""Start the programs that are compared, train.py and those of nanoGPT and nanochat, and read what they print.
 
 Settings are written as on a command line, where later ones override earlier ones.
 """
@@ -178,7 +178,7 @@ def nanogpt(
     model is tiny and uncompiled.
     """
     if on_text:
-        tokens = corpus_tokens(byte_corpus(options))
+        tokens = corpus_tokens(text_corpus(options))
     else:
         tokens = {split: np.random.default_rng(0).integers(0, vocab_size, 10**6) for split in ("train", "val")}
     if not vocab_size:
@@ -194,6 +194,39 @@ def nanogpt(
     words = [f"config/{config}", f"--dataset={data}", f"--device={device}", *recipe.split()]
     env = {"OMP_NUM_THREADS": "1"} if options.quick else {}
     return Program([sys.executable, "-c", RUN_NANOGPT, *words], options.nanogpt.resolve(), env)
+
+
+def nanochat(options: Namespace, arguments: str) -> Program:
+    """Write the documents of the corpus --text as nanochat reads them, and return its base_train.py with arguments."""
+    corpus, base = text_corpus(options), options.scratch.resolve() / "nanochat"
+    write_documents(corpus, base / "base_data_climbmix")
+    env = {"NANOCHAT_BASE_DIR": str(base)}
+    if options.quick:
+        arguments += " --depth=1 --max-seq-len=96 --total-batch-size=1536 --num-iterations=2 --eval-tokens=1536"
+        env["OMP_NUM_THREADS"] = "1"
+    words = [str(Path(__file__).parent / "run_nanochat.py"), str(corpus.resolve()), *arguments.split()]
+    return Program([sys.executable, *words], options.nanochat.resolve(), env)
+
+
+def write_documents(corpus: Path, folder: Path) -> None:
+    """Write the documents of both splits of a corpus as Parquet files; nanochat validates on the last one."""
+    import pyarrow.parquet  # a machine with a GPU may lack it
+
+    from data.text import TextCorpus
+
+    opened = TextCorpus(str(corpus))
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (_, ids) in enumerate(sorted(corpus_tokens(corpus).items())):
+        documents = np.split(ids, np.flatnonzero(ids == opened.end_of_text))
+        texts = opened.tokenizer.decode_batch([document.tolist() for document in documents if len(document) > 1])
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"shard_{number:05d}.parquet")
+
+
+def last_bits_per_byte(lines: list[tuple[float, str]]) -> dict[str, float]:
+    """Return the last validation loss that a training printed, in bits per byte, and its seconds since the launch."""
+    pattern = r"(?:val/bits_per_byte = |Validation bpb: )([\d.]+)"
+    *_, (seconds, loss) = [(seconds, match[1]) for seconds, line in lines if (match := re.search(pattern, line))]
+    return {"seconds": seconds, "val/bits_per_byte": float(loss)}
 
 
 def speed_settings(log_every: int) -> str:
@@ -231,13 +264,13 @@ def train_to_loss(options: Namespace, settings: str, target: float, env: Mapping
     seeds = count()
 
     def case() -> dict[str, Any]:
-        corpus, seed = f"--data.path={byte_corpus(options)}", f"--seed={next(seeds)}"
+        corpus, seed = f"--data.path={text_corpus(options)}", f"--seed={next(seeds)}"
         return ours(options, settings, corpus, seed, env=env).train(target)
 
     return case
 
 
-def byte_corpus(options: Namespace) -> Path:
+def text_corpus(options: Namespace) -> Path:
     """Return --text if it is a corpus of data.prepare, else one of its bytes, the last tenth for validation."""
     if options.text.is_dir():
         return options.text

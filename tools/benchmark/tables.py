@@ -29,6 +29,7 @@ MEMORY = {"peak_mib": "peak, MiB"}
 TABLES = {  # quantities of a result, and their column headers
     "throughput": SPEED,
     "time_to_loss": SECONDS | {"val/loss": f"{LOSS}character", "tokens": "tokens"},
+    "bits_per_byte": SECONDS | {"val/bits_per_byte": "validation loss, bits per byte"},
     "overhead": SPEED,
     "memory": MEMORY | {"seconds_a_step": "seconds/step"},
     "exactness": {"seconds_a_step": "seconds/step"} | MEMORY,
@@ -39,7 +40,7 @@ TABLES = {  # quantities of a result, and their column headers
     "cuda_graph": SPEED | MEMORY,
     "curve": SPEED | {"val/loss": f"last {LOSS}token", "seconds": "seconds from the launch"},
 }
-NO_RATIO = {"val/loss", "mfu"}
+NO_RATIO = {"val/loss", "val/bits_per_byte", "mfu"}
 MANY = 6  # from this number of rounds on, ranges are interquartile
 
 

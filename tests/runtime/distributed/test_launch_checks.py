@@ -165,6 +165,7 @@ def test_other_parallelism_than_data_parallel_is_refused(name, write_launch_file
     message = problems("--config_file", write_launch_file(HSDP, parallelism_config=sizes))
     assert message.count("\n") == 0
     assert f"parallelism_config_{name}_size: 2 is not supported; use dp_replicate_size" in message
+    assert ('tp_plan="auto" (docs/using.md)' in message) == (name == "tp")
 
 
 def test_shards_without_fsdp_are_refused(write_launch_file):
