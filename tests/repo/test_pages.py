@@ -122,11 +122,11 @@ def test_chinese_readme_matches_english():
 
 @pytest.mark.slow
 def test_launch_of_first_screen(tmp_path):
-    """`accelerate config` with the default answer to each question, then the launch with the file that it writes."""
+    """`accelerate config default`, because the questions need a terminal, then the launch with the file that it writes."""
     [block] = re.findall(r"((?:^    accelerate .*\n)+)", README, re.MULTILINE)
     config, launch = (line.partition("  #")[0].strip() for line in block.splitlines())
     file = tmp_path / "default_config.yaml"
-    shell(f"{config} --config_file {file} < <(yes '')", ACCELERATE_USE_CPU="true")
+    shell(f"{config} default --config_file {file}")
     launch = launch.replace("train.py", f"--config_file {file} train.py")
     done = shell(f"{launch} {SHORT_STORIES} --out_dir {tmp_path / 'runs'}", WANDB_MODE="disabled")
     assert done.stdout.endswith("Training finished.\n")
