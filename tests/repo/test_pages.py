@@ -122,7 +122,7 @@ def test_chinese_readme_matches_english():
 
 @pytest.mark.slow
 def test_launch_of_first_screen(tmp_path):
-    """`accelerate config default`, because the questions need a terminal, then the launch with the file that it writes."""
+    """`accelerate config default`, as the questions need a terminal, then the launch with the file that it writes."""
     [block] = re.findall(r"((?:^    accelerate .*\n)+)", README, re.MULTILINE)
     config, launch = (line.partition("  #")[0].strip() for line in block.splitlines())
     file = tmp_path / "default_config.yaml"
