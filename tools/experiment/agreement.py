@@ -50,7 +50,7 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     folder = experiment_folder(config, recipe, baseline)
     grid = [(name, arm) for name, idea in ideas.items() for arm in change.arms(idea, config.grid)]
     resolved = recipe.variants([[arm] for _, arm in grid])
-    runs = Runs(folder, baseline, jobs, open_experiment(folder, recipe.checkouts), config.metric)
+    runs = Runs(folder, baseline, jobs, open_experiment(folder, recipe.checkouts, "agreement"), config.metric)
     arms: dict[str, list[Variant]] = {name: [] for name in ideas}
     factors: dict[str, dict[str, float]] = {}
     for (name, arm), variant in zip(grid, resolved, strict=True):

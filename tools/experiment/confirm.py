@@ -62,7 +62,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         if config.data_seed is None:
             check_targets(baseline, variants[name])
     factors = config.factors
-    test_seed = open_experiment(folder, recipe.checkouts)
+    test_seed = open_experiment(folder, recipe.checkouts, "confirm")
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
     equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
     sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
@@ -76,6 +76,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     results = [result for digest in trained for result in runs_of(runs.results, digest, SEEDS_OF_CONFIRMATIONS)]
     result = {
         "version": report.JSON_VERSION,
+        "kind": "confirmation",
         "ideas": [idea.name for idea in ideas],
         "compared": config.metric or ("excess loss" if report.has_entropy(runs.results) else "loss"),
         "seeds": config.seeds,

@@ -12,11 +12,10 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,8 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     named = {text: parse_idea(text) for text in idea_texts(config.ideas) if text in config.ideas}
     baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
     running = Race(config, recipe, baseline, named, jobs)
-    running.run()
+    with running.recorded():
+        running.run()
     result = report.describe_race(running.file)
     if config.compute_multiplier:
         result["compute_multiplier"] = running.compute_multiplier()
@@ -132,14 +132,20 @@ def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
     return math.log1p(config.margin or (MARGIN_OF_EXCESS_LOSS if has_entropy else MARGIN_OF_LOSS))
 
 
-def open_experiment(folder: Path, checkouts: Checkouts) -> int:
-    """Lock the folder of an experiment until the checkouts are removed; return the seed of its test data."""
+def open_experiment(folder: Path, checkouts: Checkouts, name: str) -> int:
+    """Lock the folder of an experiment for a race, "confirm" or "agreement"; return the seed of its test data.
+
+    It is locked until the checkouts are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     opened = open(folder / ".lock", "a", opener=open_no_link)  # noqa: SIM115 - closed with the checkouts
     locked = checkouts.enter_context(opened)
     if not lock(locked):
         remedy = "to add ideas, write patches into a folder that it was given"
         raise ConfigError(f"folder: another process runs {folder}; {remedy}")
+    locked.truncate(0)
+    locked.write(name)
+    locked.flush()
     file = folder / "experiment.json"
     if not file.exists():
         write_atomically(file, json.dumps({"version": RECORD_VERSION, "test_seed": secrets.randbits(62)}) + "\n")
@@ -164,7 +170,15 @@ class Race:
         self.texts: dict[tuple[str, int], list[Idea]] = {
             (text, file_time(text)): change.arms(idea, self.grid) for text, idea in named.items()
         }
-        """The arms of each idea by its text and the time of its file; [] if it is ignored. Each is read once."""
+        """The arms of each idea by its text and the time of its file; [] if it is refused. Each is read once."""
+        self.messages: dict[tuple[str, int], str] = {}
+        """Why an idea is refused, by the same."""
+        self.named = {text: file_time(text) for text in named}
+        """When the files of the command's arguments were read; a later change of them is another race."""
+        self.present: set[str] = set()
+        """Keys of the ideas that the arguments name now."""
+        self.has_changed = False
+        """Whether ideas were withdrawn or refused since the record was written."""
         self.variants: dict[str, Variant] = {}
         """The variants of the open round that race, by the key of the idea; the baseline by ""."""
         folder = experiment_folder(config, recipe, baseline)
@@ -179,9 +193,10 @@ class Race:
         if self.is_tuning:
             self.resolve(new)  # may refuse ideas; they race in the next round
             new = self.arms_of_baseline()
-        keys, self.round.out = [*self.round.ideas, *self.round.out], {}  # the limits may have changed
+        keys = [*self.round.ideas, *self.round.out]
+        self.round.out, self.round.crashed = {}, []  # the limits may have changed
         resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
-        test_seed = open_experiment(folder, recipe.checkouts)
+        test_seed = open_experiment(folder, recipe.checkouts, self.file.stem)
         self.runs = Runs(folder, baseline, jobs, test_seed, config.metric)
         self.enter(resolved)
 
@@ -205,22 +220,47 @@ class Race:
     def new_ideas(self) -> list[str]:
         """Return the keys of ideas that are in no round yet; folders may have new ones at any time.
 
-        A wrong idea is named and ignored.
+        A patch or line that is removed withdraws its idea, and a changed file replaces it, also for a command that
+        resumes. A wrong idea is named and does not race.
         """
+        arms: list[Idea] = []
+        refused: dict[str, str] = {}
         for text in idea_texts(self.config.ideas):
-            version = text, file_time(text)
-            if version in self.texts:
-                continue
-            self.texts[version] = []
-            try:
-                self.texts[version] = change.arms(parse_idea(text), self.grid)
-            except ConfigError as error:
-                print(f"ignored: {text}: {error}", file=sys.stderr)
-        for arm in chain.from_iterable(self.texts.values()):
+            version = text, self.named.get(text, file_time(text))
+            if version not in self.texts:
+                self.texts[version] = []
+                try:
+                    self.texts[version] = change.arms(parse_idea(text), self.grid)
+                except ConfigError as error:
+                    print(f"refused: {text}: {error}", file=sys.stderr)
+                    self.messages[version] = str(error)
+            arms += self.texts[version]
+            if version in self.messages:
+                refused[text] = self.messages[version]
+        self.has_changed |= refused != self.record.refused
+        self.record.refused = refused
+        for arm in arms:
             self.record.ideas.setdefault(arm.key, arm)
-        seen = {key for entry in self.record.rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
-        seen |= {*self.record.same}
-        return [key for key in self.record.ideas if key not in seen and self.record.ideas[key].text]
+        self.present = {arm.key for arm in arms}
+        self.withdraw()
+        rounds = self.record.rounds
+        seen = {key for entry in rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
+        seen = (seen | {*self.record.same}) - {*self.round.withdrawn}
+        return list(dict.fromkeys(arm.key for arm in arms if arm.key not in seen))
+
+    def withdraw(self) -> None:
+        """Withdraw the ideas of the open round that are not present; an idea that has joined stays in the baseline."""
+        entry, ideas = self.round, self.record.ideas
+        absent = [key for key in (*entry.ideas, *entry.out) if key not in self.present and ideas[key].text]
+        for key in absent if not entry.winner else ():
+            self.has_changed = True
+            print(f"idea: {ideas[key].name}: {report.WITHDRAWN} or changed, so it is withdrawn", file=sys.stderr)
+            entry.out.pop(key, None)
+            self.variants.pop(key, None)
+            if described := entry.ideas.pop(key, None):
+                entry.withdrawn[key] = described
+        if absent and not entry.winner:
+            self.record.same.clear()  # those that trained the same may race in its place
 
     def resolve(self, keys: Sequence[str]) -> dict[str, Variant]:
         """Return the variants of ideas that are new in the open round, and its baseline the first time, under "".
@@ -245,15 +285,16 @@ class Race:
             elif key:
                 reason = self.reason_against(key, variant)
             if reason:
-                self.leave_out(key, reason)
+                self.leave_out(key, reason, has_crashed=isinstance(variant, RunError))
             else:
                 assert isinstance(variant, Variant), "otherwise there is a reason"
                 variants[key] = variant
         return variants
 
-    def leave_out(self, key: str, reason: str) -> None:
+    def leave_out(self, key: str, reason: str, has_crashed: bool) -> None:
         """Note that an idea does not race in the open round."""
         self.round.out[key] = reason
+        self.round.crashed += [key] * has_crashed
         print(f"idea: {self.record.ideas[key].name}: {reason}", file=sys.stderr)
 
     def enter(self, variants: dict[str, Variant]) -> None:
@@ -265,7 +306,7 @@ class Race:
             except RunError as error:
                 if not key:
                     raise
-                self.leave_out(key, str(error))
+                self.leave_out(key, str(error), has_crashed=True)
                 continue
             first = next((other for other, one in self.variants.items() if one.digest == variant.digest), "")
             if first:
@@ -273,6 +314,7 @@ class Race:
                 self.record.same.append(key)
             else:
                 self.variants[key] = variant
+                self.round.withdrawn.pop(key, None)  # its patch is there again
         self.round.baseline = describe(self.variants[""])
         self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
         self.record.write(self.file)
@@ -297,6 +339,41 @@ class Race:
         return ""
 
     # Running
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Write into the record that the race runs, then why it has ended."""
+        self.record.ended = ""
+        self.record.write(self.file)
+        needed = verdicts.MIN_BASELINE_RUNS + verdicts.MIN_RUNS_OF_DISCOVERY
+        if self.config.runs and self.config.runs < needed:
+            parts = f"{verdicts.MIN_BASELINE_RUNS} of the baseline and {verdicts.MIN_RUNS_OF_DISCOVERY} of its own"
+            print(
+                f"runs: {self.config.runs} are too few for a verdict; one idea needs {needed}, {parts}", file=sys.stderr
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.record.ended = "stopped by a signal" if isinstance(error, SystemExit) else str(error) or repr(error)
+            raise
+        else:
+            self.record.ended = self.reason_to_end()
+        finally:
+            self.record.write(self.file)
+
+    def reason_to_end(self) -> str:
+        """Return why the race has ended."""
+        if not (self.next_ideas() if self.round.winner else self.next_variant()):
+            return "nothing is left to train; the same command races new ideas"
+        if self.config.runs and self.num_runs() >= self.config.runs:
+            return f"--runs {self.config.runs} are trained"
+        if self.runs.is_time_spent(self.start_time, self.config.minutes):
+            return f"--minutes {self.config.minutes:g} are over"
+        if self.is_budget_spent():
+            return "8 runs for each idea and 40 more are trained; --runs or --minutes continue it"
+        if self.config.rounds and len(self.record.rounds) >= self.config.rounds:
+            return f"--rounds {self.config.rounds} are over"
+        return "a round found nothing better"
 
     def run(self) -> None:
         """Run rounds until one finds nothing better, or the budget is spent.
@@ -337,6 +414,18 @@ class Race:
 
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""
+        others = self.next_ideas()
+        if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
+            return False
+        stack = [*self.round.stack, *([self.round.winner] if self.round.winner else [])]
+        self.record.rounds.append(Round(stack))
+        self.variants = {}
+        self.enter(self.resolve(others))
+        return True
+
+    def next_ideas(self) -> list[str]:
+        """Return the keys of the ideas that race in the next round."""
+        new = self.new_ideas()
         keys, findings = self.findings()
         stack = [*self.round.stack, *([self.round.winner] if self.round.winner else [])]
         joined = {self.record.ideas[key].text for key in stack}  # with all their arms
@@ -345,13 +434,7 @@ class Race:
             for key, found in zip(keys, findings, strict=True)
             if races_on(found) and self.record.ideas[key].text not in joined and not self.is_tuning
         ]
-        others += self.new_ideas()
-        if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
-            return False
-        self.record.rounds.append(Round(stack))
-        self.variants = {}
-        self.enter(self.resolve(others))
-        return True
+        return [*(key for key in others if key in self.present), *new]
 
     def accept(self, winner: str) -> None:
         """Let an idea join the baseline, and write what the race has found so far."""
@@ -374,16 +457,21 @@ class Race:
             if self.config.equal == "seconds" and self.runs.pending:
                 return "wait"  # runs that are timed must have the machine for themselves
             self.enter(self.resolve(new))
+        if self.has_changed:
+            self.record.write(self.file)
+            self.has_changed = False
         self.check_baseline()
-        if self.is_budget_spent() or len(self.variants) == 1:
+        variant = None if self.is_budget_spent() else self.next_variant()
+        return variant and (variant, self.runs.next_seed(variant))
+
+    def next_variant(self) -> Variant | None:
+        """Return the variant whose next run helps most; None if the round has nothing left to train."""
+        if len(self.variants) == 1:
             return None
         keys, findings = self.findings()
         groups = [self.runs.group(self.variants[key]) for key in keys]
         index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings, self.record.margin)
-        if index is None:
-            return None
-        variant = self.variants["" if index == BASELINE else keys[index]]
-        return variant, self.runs.next_seed(variant)
+        return None if index is None else self.variants["" if index == BASELINE else keys[index]]
 
     def findings(self) -> tuple[list[str], list[Finding]]:
         """Return the keys of the ideas of the open round, and what is known of each."""

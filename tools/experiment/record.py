@@ -26,6 +26,11 @@ class Round:
     """`describe` of the variant of each idea that races, by its key."""
     out: dict[str, str] = field(default_factory=dict)
     """Why an idea does not race, by its key."""
+    crashed: list[str] = field(default_factory=list)
+    """Keys of those of `out` whose code crashes; the others are refused."""
+    withdrawn: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`describe` of ideas that raced until their patch or line was removed or changed. They still count among the
+    comparisons, so that the removal of ideas that look bad makes no other look better."""
     winner: str | None = None
     """Key of the idea that joined the baseline after this round."""
 
@@ -44,6 +49,10 @@ class Record:
     rounds: list[Round] = field(default_factory=list)
     same: list[str] = field(default_factory=list)
     """Keys of ideas that train the same as an earlier one, which stands for them."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why a patch or a line cannot be parsed, by its text."""
+    ended: str = ""
+    """Why the last command ended; "" while it runs, and after it was killed."""
     version: int = RECORD_VERSION
 
     @property
@@ -55,7 +64,11 @@ class Record:
     @property
     def digests(self) -> set[str]:
         """Digests of all variants of the race."""
-        return {one["digest"] for entry in self.rounds for one in (entry.baseline, *entry.ideas.values())}
+        return {
+            one["digest"]
+            for entry in self.rounds
+            for one in (entry.baseline, *entry.ideas.values(), *entry.withdrawn.values())
+        }
 
     @classmethod
     def read(cls, file: Path) -> "Record":

@@ -13,6 +13,7 @@ from typing import Any
 from runtime.cli.output import aligned
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
+from runtime.files import lock, open_no_link
 from tools.experiment import verdicts
 from tools.experiment.change import Idea
 from tools.experiment.picture import draw, label, unit_of
@@ -25,6 +26,8 @@ from tools.jobs.runner import EXIT_STOPPED
 JSON_VERSION = 1
 EFFECT = ("effect", "low", "high", "p", "q")
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
+KILLED = "it was killed; run the same command again to resume"
+WITHDRAWN = "its patch or line was removed"
 MAX_LOG_RATIO = 700.0
 MAX_CHANGE = 100.0  # an interval that ends above says nothing
 
@@ -55,8 +58,9 @@ def describe_all(config: ReportConfig) -> str:
     results, lines = [], []
     for file in files:
         try:
-            result = describe_race(file) if file.parent.name == "races" else json.loads(file.read_text())
-            lines.append("\n".join(race_lines(result) if file.parent.name == "races" else confirmation_lines(result)))
+            is_race = file.parent.name == "races"
+            result = describe_race(file) if is_race else {"kind": "confirmation"} | json.loads(file.read_text())
+            lines.append("\n".join(race_lines(result) if is_race else confirmation_lines(result)))
             results.append(result)
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
             lines.append(f"{file} cannot be read: {error}")
@@ -97,12 +101,15 @@ def describe_race(file: Path) -> dict[str, Any]:
             if idea["verdict"] is None and idea["idea"] in last:  # it is out, and has a finding of an earlier round
                 last[idea["idea"]] |= {"message": idea["message"]}
             else:
-                last[idea["idea"]] = idea | {"verdict": idea["verdict"] or "failed"}
+                last[idea["idea"]] = idea | {"verdict": idea["verdict"] or "refused"}
     ended = [run for digest in record.digests for run in runs_of(results, digest)]
     stack = [record.ideas[key].name for key in record.stack]
     stack_file, patch = file.with_suffix(".yaml"), file.with_suffix(".patch")
     result = {
         "version": JSON_VERSION,
+        "kind": "race",
+        "state": "running" if is_running(file) and not record.ended else "ended",
+        "reason": record.ended or (None if is_running(file) else KILLED),
         "race": str(file),
         "baseline": record.baseline,
         "compared": record.metric or ("excess loss" if has_entropy(results) else "loss"),
@@ -112,6 +119,8 @@ def describe_race(file: Path) -> dict[str, Any]:
         "failed": sum(bool(run.failure) for run in ended),
         "seconds": sum(run.seconds or 0.0 for run in ended),
         "ideas": list(last.values()),
+        "refused": [{"idea": text, "message": message} for text, message in record.refused.items()]
+        + [{"idea": one["idea"], "message": one["message"]} for one in last.values() if one["verdict"] == "refused"],
         "rounds": rounds,
         "stack": stack,
         "stack_config": str(stack_file) if stack_file.exists() and stack else None,
@@ -120,6 +129,15 @@ def describe_race(file: Path) -> dict[str, Any]:
     }
     draw(result, file.with_suffix(".png"))
     return result
+
+
+def is_running(file: Path) -> bool:
+    """Return whether a command trains this race: it has locked the experiment, and written its name into the lock."""
+    lock_file = file.parents[1] / ".lock"
+    if not lock_file.exists() or lock_file.read_text() != file.stem:
+        return False
+    with open(lock_file, "a", opener=open_no_link) as opened:
+        return not lock(opened)
 
 
 def has_entropy(results: Mapping[str, Result]) -> bool:
@@ -132,7 +150,9 @@ def find(entry: Round, results: Mapping[str, Result], margin: float) -> list[Fin
     baseline, *groups = (group_of(runs_of(results, one["digest"])) for one in (entry.baseline, *entry.ideas.values()))
     return [
         Finding("identical", 0.0, 0.0) if is_identical(results, entry.baseline["digest"], one["digest"]) else finding
-        for one, finding in zip(entry.ideas.values(), verdicts.assess(baseline, groups, margin), strict=True)
+        for one, finding in zip(
+            entry.ideas.values(), verdicts.assess(baseline, groups, margin, len(entry.withdrawn)), strict=True
+        )
     ]
 
 
@@ -147,9 +167,17 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
     ideas = group_arms(ideas)
     nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS))
     for key, reason in entry.out.items():
-        out = {"idea": record.ideas[key].name, "round": number, "verdict": "failed" if number == 1 else None}
+        verdict = ("failed" if key in entry.crashed else "refused") if number == 1 else None
+        out = {"idea": record.ideas[key].name, "round": number, "verdict": verdict}
         out |= {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False}
         ideas.append(out | describe_arm(record.ideas[key]) | nothing)
+    names = {idea["idea"] for idea in ideas}
+    for key, described in entry.withdrawn.items():
+        if record.ideas[key].name not in names:  # otherwise a changed file has replaced it
+            runs = group_of(runs_of(results, described["digest"]))
+            out = {"idea": record.ideas[key].name, "round": number, "verdict": "withdrawn", "message": WITHDRAWN}
+            out |= {"runs": runs.num_ended, "failed": runs.failed, "warnings": [], "joined": False}
+            ideas.append(out | describe_arm(record.ideas[key]) | nothing)
     return {
         "round": number,
         "stack": [record.ideas[key].name for key in entry.stack],
@@ -270,8 +298,10 @@ def interval(effect: Mapping[str, Any]) -> str:
 def race_lines(race: dict[str, Any]) -> list[str]:
     """Return the report of a race as text: a sentence for each round, then a table of the ideas."""
     lines = [
-        f"{race['race']}: {race['runs']} runs, {race['failed']} of them failed, {race['seconds'] / 3600:.2f} hours"
+        f"{race['race']}: {race['runs']} runs, {race['failed']} of them failed, {race['seconds'] / 3600:.2f} hours",
+        ": ".join(filter(None, [race["state"], race["reason"]])) + "; the seeds of each variant are 0, 1, 2, ...",
     ]
+    lines += [f"refused: {one['idea']}: {one['message']}" for one in race["refused"]]
     for entry in race["rounds"]:
         lines += ["", *round_lines(entry, race)]
     if race["stack"]:
@@ -311,8 +341,9 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     for idea in entry["ideas"]:
         if idea["edge"] and idea["verdict"] != "worse":
             lines.append(f"at the edge: {idea['idea']}: {idea['edge']}; a wider --tune may find a better one")
-        if idea["message"]:
-            lines.append(f"{'failed' if idea['runs'] else 'out'}: {idea['idea']}: {idea['message']}")
+        if idea["message"] and idea["verdict"] != "refused":
+            has_failed = idea["runs"] and idea["verdict"] != "withdrawn"
+            lines.append(f"{'failed' if has_failed else 'out'}: {idea['idea']}: {idea['message']}")
         lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]
     return lines
 

@@ -166,8 +166,8 @@ def q_values(p: np.ndarray) -> np.ndarray:
 # Verdicts
 
 
-def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Finding]:
-    """Return what is known of each idea.
+def assess(baseline: Group, ideas: Sequence[Group], margin: float, num_withdrawn: int = 0) -> list[Finding]:
+    """Return what is known of each idea; withdrawn ones count among the comparisons.
 
     - failed: its runs fail more often than the baseline's.
     - better, worse: a discovery at LEVEL, in that direction.
@@ -179,7 +179,7 @@ def assess(baseline: Group, ideas: Sequence[Group], margin: float) -> list[Findi
     if len(baseline.values) >= MIN_BASELINE_RUNS:
         groups = [baseline, *(ideas[index] for index in measured)]
         pairs = [(0, number) for number in range(1, len(groups))]
-        for index, finding in zip(measured, find(groups, pairs, margin, len(ideas)), strict=True):
+        for index, finding in zip(measured, find(groups, pairs, margin, len(ideas) + num_withdrawn), strict=True):
             findings[index] = finding
     return findings
 

@@ -17,8 +17,9 @@ from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
 from tests.conftest import ROOT, environment, metrics
 from tests.tools.experiment.conftest import FAKE
-from tools.experiment import confirm, race
+from tools.experiment import confirm, race, report, verdicts
 from tools.experiment.change import head_commit, parse_idea
+from tools.experiment.verdicts import Group
 from tools.jobs import runner
 
 A, B, C, WORSE = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.4"
@@ -289,11 +290,71 @@ def test_ideas_join_a_running_race(experiments):
     assert result["stack"] == [A, B] and by_idea(result)[NOTHING] == "no gain"
     out = {idea["idea"]: idea["message"] for idea in result["ideas"]}
     assert out["--model.nope 1"] == "--model.nope is not a setting; --help lists all"
+    assert by_idea(result)["--model.nope 1"] == "refused", "a typo is no failure of an idea"
     with file.open("a") as opened:
         opened.write("--model.effect_c 0.9\n'\n")
     result = experiments.race(str(file))
     assert result["stack"] == [A, B, "--model.effect_c 0.9"], "it races on top of what was found"
-    assert experiments.errors.count("ignored: ': idea: \"'\" cannot be parsed") == 1
+    assert experiments.errors.count("refused: ': idea: \"'\" cannot be parsed") == 1
+
+
+def test_idea_is_withdrawn_by_removing_its_line(experiments):
+    """In the middle of a race, and in a command that resumes; it comes back with its line and keeps its runs."""
+    file = experiments.lab / "ideas.txt"
+    both, without = f"{WORSE}\n{A}\n{B}\n", f"{WORSE}\n{B}\n"
+    file.write_text(both)
+    remove = f"if settings['model.effect_a'] == 0.7:\n    open({str(file)!r}, 'w').write({without!r})"
+    experiments.hook(remove)
+    result = experiments.race(str(file), jobs=1)
+    assert result["stack"] == [B] and by_idea(result)[A] == "withdrawn" and by_idea(result, "runs")[A] >= 1
+    assert not [run for run in experiments.trained() if run["model.effect_a"] == 0.7 and run["model.effect_b"] == 0.8]
+    assert f"idea: {A}: {report.WITHDRAWN} or changed" in experiments.errors
+    assert f"out: {A}: {report.WITHDRAWN}" in experiments.race(str(file), jobs=1, json=False)
+    experiments.hook("")
+    file.write_text(both)
+    assert experiments.race(str(file), jobs=1)["stack"] == [B, A]
+    assert experiments.report()["results"][0]["stack"] == [B, A]
+
+
+def test_withdrawn_ideas_count_among_the_comparisons():
+    """Otherwise the removal of what looks bad would make the rest look better."""
+    groups = [Group([0.0, 0.01, -0.01, 0.02]), Group([-0.02, -0.03, -0.01, -0.02])]
+    alone, with_others = (verdicts.assess(groups[0], groups[1:], 0.01, count)[0] for count in (0, 3))
+    assert with_others.q == pytest.approx(min(1.0, 4 * alone.q)) and with_others.p == alone.p < 1
+
+
+def test_changed_file_replaces_its_idea(experiments, patches):
+    """A first version that crashes, in a folder; the second one races."""
+    path = patches.write("one.patch", "# 1\n", "# 1\n1 / 0\n")
+    assert by_idea(experiments.race(str(patches.folder), B, jobs=1))[path] == "failed"
+    patches.effect("one", 1, 0.7)
+    result = experiments.race(str(patches.folder), B, jobs=1)
+    assert by_idea(result) == {path: "better", B: "better"} and {*result["stack"]} == {path, B}
+
+
+def test_result_says_whether_the_race_runs_and_what_was_refused(experiments):
+    file = experiments.lab / "ideas.txt"
+    file.write_text(f"{A}\n'\n--model.nope 1\n")
+    command = [sys.executable, "-c", "import sys; from tools.experiment import report; "
+        "from tools.experiment.settings import ReportConfig; report.draw = lambda *_: None; "
+        f"report.main(ReportConfig(folder={str(experiments.lab)!r}, json=True))"]  # fmt: skip
+    experiments.hook(
+        "import subprocess\nif settings['model.effect_a'] == 0.7 and not os.path.exists(lab + '/report'):\n"
+        f"    subprocess.run({command!r}, cwd={str(ROOT)!r}, stdout=open(lab + '/report', 'w'))"
+    )
+    ended = experiments.race(str(file), jobs=1, minutes=60)
+    running = json.loads((experiments.lab / "report").read_text())["results"][0]
+    assert (running["state"], running["reason"]) == ("running", None)
+    assert ended["state"] == "ended" and ended["reason"].startswith("nothing is left to train")
+    assert [one["idea"] for one in ended["refused"]] == ["'", "--model.nope 1"] and ended["kind"] == "race"
+    assert experiments.race(A, "--steps", "90", runs=2)["reason"] == "--runs 2 are trained"
+    assert (
+        "runs: 2 are too few for a verdict; one idea needs 6, 4 of the baseline and 2 of its own" in experiments.errors
+    )
+    experiments.hook(stop_at(0))
+    experiments.race(B, error=SystemExit)
+    reasons = [one["reason"] for one in experiments.report()["results"]]
+    assert reasons[-1] == "stopped by a signal"
 
 
 def test_second_command_in_a_folder_is_refused(experiments):
@@ -450,8 +511,8 @@ def test_unreadable_patch_in_a_folder_is_ignored(experiments, patches):
     (patches.folder / "stale.patch").write_text(Path(good).read_text().replace(" # 1\n", " # x\n"))
     for _ in range(2):
         assert by_idea(experiments.race(str(patches.folder))) == {shlex.quote(good): "better"}
-    assert experiments.errors.count("ignored: ") == 2
-    assert f"ignored: {patches.folder / 'stale.patch'}: git apply fails" in experiments.errors
+    assert experiments.errors.count("refused: ") == 2
+    assert f"refused: {patches.folder / 'stale.patch'}: git apply fails" in experiments.errors
     Path(good).unlink()
     shutil.rmtree(experiments.folder())
     assert experiments.race(str(patches.folder), error=ConfigError).startswith(f"idea: none in {patches.folder}; write")
@@ -470,7 +531,7 @@ def test_wrong_patches_in_a_folder_are_out(experiments, patches):
     patches.git("checkout", "--quiet", ".")
     good = patches.effect("good", 1, 0.7)
     result = experiments.race(str(patches.folder))
-    assert by_idea(result) == {good: "better", crash: "failed", str(text): "failed"}
+    assert by_idea(result) == {good: "better", crash: "failed", str(text): "refused"}
     assert by_idea(result, "message")[str(text)] == "changes neither code that trains nor a setting"
     assert by_idea(result, "message")[crash].startswith(
         "does not start: ZeroDivisionError: division by zero (train.py:"
@@ -557,7 +618,7 @@ def test_equal_seconds_scales_steps_and_resumes(experiments, monkeypatch):
 def test_ideas_above_a_limit_are_out_before_anything_runs(experiments):
     big = "--model.big true --model.effect_b 0.5"
     result = experiments.race(A, big, max_parameters=1.2)
-    assert by_idea(result) == {A: "better", big: "failed"} and result["stack"] == [A]
+    assert by_idea(result) == {A: "better", big: "refused"} and result["stack"] == [A]
     reason = "has 1.500 times the parameters of the baseline; --max_parameters is 1.2"
     assert by_idea(result, "message")[big] == reason and f"idea: {big}: {reason}\n" in experiments.errors
     assert not [run for run in experiments.trained() if run["model.big"]]
@@ -693,7 +754,7 @@ def test_real_training(tmp_path):
 
     result = run(same, patch, long, "--rounds", "1", "--runs", "8", "--max_flops", "1.2", *words)
     assert result["stack"] == [patch] and result["failed"] == 0
-    assert by_idea(result) == {patch: "better", same: "identical", long: "failed"}
+    assert by_idea(result) == {patch: "better", same: "identical", long: "refused"}
     assert "--max_flops is 1.2" in by_idea(result, "message")[long]
     [folder] = (tmp_path / "lab").iterdir()
     assert not list(folder.glob("runs/*/checkpoints/*")) and Path(result["picture"]).stat().st_size > 10_000
