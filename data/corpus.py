@@ -81,9 +81,9 @@ class Corpus:
         """Return the order of the training data of a run."""
         sizes = BatchSizes.from_config(config)
         if self.quotas is None:
-            return GlobalBatches(len(self.train), sizes, config.seed)
+            return GlobalBatches(len(self.train), sizes, config.seed, self.train)
         datasets = cast(Any, self.train).datasets  # a mixture is a MixedDataset
-        return MixedBatches([len(dataset) for dataset in datasets], self.quotas, sizes, config.seed)
+        return MixedBatches([len(dataset) for dataset in datasets], self.quotas, sizes, config.seed, self.train)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:

@@ -133,16 +133,16 @@ class BatchLoader:
 class StepDataset(Dataset):
     """Map-style dataset whose item s is the local part of the global batch of step s.
 
-    Training, tools.replay and the runs of verify.py read their batches by `__getitem__`. To train on shorter sequences
-    in some steps, cut the rows there and count their tokens in `BatchSizes.tokens_before`. If the lengths depend on the
-    number of steps of the run, read it from `self.global_batches.sizes.steps`.
+    Training, tools.replay and the runs of verify.py read their batches by `__getitem__`.
     """
 
     def __init__(self, dataset: Any, global_batches: GlobalBatches, rank: int, num_processes: int):
         self.dataset, self.global_batches, self.rank, self.num_processes = dataset, global_batches, rank, num_processes
 
     def __getitem__(self, step: int) -> Batch:
-        return model_inputs(load_batch(self.dataset, self.global_batches.indices(step, self.rank, self.num_processes)))
+        indices = self.global_batches.indices(step, self.rank, self.num_processes)
+        batch, length = model_inputs(load_batch(self.dataset, indices)), self.global_batches.sizes.length(step)
+        return {name: rows[:, :length] for name, rows in batch.items()}
 
 
 def model_inputs(batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""The order of the training data and the sizes of the global batches, as functions of the seed and the step.
+"""The order of the training data, and the sizes and lengths of the global batches, as functions of the seed and step.
 
 A run reads one long stream of samples: epoch after epoch, and in each epoch every sample once, in another order. (In a
 mixture each corpus has epochs of its own.) A position is an index in this stream, from 0. Global batch s has the
@@ -84,11 +84,17 @@ class BatchSizes:
         # An increase at step t adds first_size sequences to each of the steps t, ..., step - 1.
         return self.first_size * (step + sum(step - t for t in self.increase_steps if t < step))
 
+    def length(self, step: int) -> int | None:
+        """Return the tokens to which the sequences of `step` are cut, all of them if None.
+
+        To train on shorter sequences in some steps, edit this method, and count the tokens in `tokens_before`.
+        """
+        return None
+
     def tokens_before(self, step: int, seq_len: int) -> int:
         """Return the number of tokens, with padding, in steps 0 to `step` - 1, all of them with these sizes.
 
-        In a branch, the steps of the parent run may have had other sizes; see `TokenCount`. Edit this method too if you
-        cut the sequences of some steps in `StepDataset` of data/loader.py.
+        In a branch, the steps of the parent run may have had other sizes; see `TokenCount`.
         """
         return self.sequences_before(step) * seq_len
 
@@ -123,10 +129,13 @@ class GlobalBatches:
 
     No sample is dropped or repeated to fill a batch: a global batch may have the end of one epoch and the beginning of
     the next.
+
+    Attributes:
+        dataset: the training set, for a fork whose order depends on the content of the samples.
     """
 
-    def __init__(self, num_samples: int, sizes: BatchSizes, seed: int):
-        self.num_samples, self.sizes, self.seed = num_samples, sizes, seed
+    def __init__(self, num_samples: int, sizes: BatchSizes, seed: int, dataset: Any = None):
+        self.num_samples, self.sizes, self.seed, self.dataset = num_samples, sizes, seed, dataset
         self._cached_key, self._cached_indices = None, []
 
     def indices(self, step: int, rank: int = 0, num_processes: int = 1) -> list[int]:
@@ -158,9 +167,9 @@ class GlobalBatches:
     def sample_indices(self, positions: np.ndarray) -> np.ndarray:
         """Map positions in the stream of samples to sample indices, both int64 [n].
 
-        Edit this method to train in another order. It must depend on nothing that changes during a run: every process,
-        and a resumed run, must compute the same order. It is also called for positions after the last step, because
-        `indices` computes several steps at once.
+        Edit this method to train in another order, which may depend on the samples of `self.dataset`. It must depend
+        on nothing that changes during a run: every process, and a resumed run, must compute the same order. It is also
+        called for positions after the last step, because `indices` computes several steps at once.
         """
         _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
         return indices
@@ -173,8 +182,8 @@ class MixedBatches(GlobalBatches):
     random order. Each corpus has epochs of its own, each in another random order.
     """
 
-    def __init__(self, corpus_sizes: list[int], quotas: list[int], sizes: BatchSizes, seed: int):
-        super().__init__(sum(corpus_sizes), sizes, seed)
+    def __init__(self, corpus_sizes: list[int], quotas: list[int], sizes: BatchSizes, seed: int, dataset: Any = None):
+        super().__init__(sum(corpus_sizes), sizes, seed, dataset)
         self.corpus_sizes, self.quotas, self.quota_ends = corpus_sizes, quotas, np.cumsum(quotas)
 
     def sample_indices(self, positions: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ import torch
 import model.attention
 import model.gpt
 import train
-from data.loader import StepDataset
 from data.sampler import BatchSizes, GlobalBatches
 from data.synthetic.stories import StoriesDataset
 from runtime.cli import scripts
@@ -340,15 +339,11 @@ def test_verify_finds_rows_of_wrong_length(runs, tmp_path):
 
 def shorten_first_rows():
     """A fork with half of each sequence in the first three steps, cut and counted where forking.md says."""
-    load, count = StepDataset.__getitem__, BatchSizes.tokens_before
-
-    def cut(self, step):
-        return {name: rows[:, : 64 if step < 3 else None] for name, rows in load(self, step).items()}
-
-    def count_cut(self, step, seq_len):
-        return count(self, step, seq_len) - 64 * self.sequences_before(min(step, 3))
-
-    StepDataset.__getitem__, BatchSizes.tokens_before = cut, count_cut
+    count = BatchSizes.tokens_before
+    BatchSizes.length = lambda self, step: 64 if step < 3 else None
+    BatchSizes.tokens_before = lambda self, step, seq_len: (
+        count(self, step, seq_len) - 64 * self.sequences_before(min(step, 3))
+    )
 
 
 def test_verify_passes_with_shorter_sequences_in_first_steps(runs, tmp_path):

@@ -5,6 +5,7 @@ import time
 from multiprocessing import active_children
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -55,6 +56,30 @@ def test_batches_do_not_depend_on_the_first_step(num_workers):
 def test_local_batches_form_the_global_batch():
     both = [load(0, 12, rank, num_processes=2) for rank in (0, 1)]
     assert [first + second for first, second in zip(*both, strict=True)] == load(0, 12)
+
+
+class Longest(GlobalBatches):
+    """Reads the samples in the order of their content, which is -index in Rows."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.order = np.argsort([int(self.dataset[i]["labels"][0]) for i in range(self.num_samples)])
+
+    def sample_indices(self, positions):
+        return self.order[positions % self.num_samples]
+
+
+def test_order_and_length_of_a_curriculum_are_in_the_sampler(monkeypatch):
+    monkeypatch.setattr(BatchSizes, "length", lambda self, step: 3 if step < 2 else None)
+    order = Longest(50, BatchSizes(4), 7, Rows())
+    batches = [batch for (batch,) in BatchLoader(Rows(), order, 4, CPU).batches(0, 3)]
+    assert [batch["input_ids"].shape for batch in batches] == [batch["labels"].shape for batch in batches]
+    assert [batch["input_ids"].shape for batch in batches] == [(4, 3), (4, 3), (4, 4)]
+    assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [
+        [49, 48, 47, 46],
+        [45, 44, 43, 42],
+        [41, 40, 39, 38],
+    ]
 
 
 def test_batches_of_no_steps():

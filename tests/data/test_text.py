@@ -190,6 +190,7 @@ def test_load_corpus_of_mixture(folder):
     assert corpus.quotas == [750, 250] and len(corpus.train) == len(a) + len(b)
     assert torch.equal(corpus.train[len(a) + 3]["input_ids"], b[3]["input_ids"])
     order = corpus.global_batches(config)
+    assert order.dataset is corpus.train
     drawn = Counter(i >= len(a) for i in order.indices(7))
     assert drawn == {False: 750, True: 250}
     growth = {"schedule.batch_warmup_from": MIX_BLOCK // 2, "schedule.batch_warmup_steps": 3}

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from difflib import unified_diff
 from functools import cache, cached_property
 from hashlib import sha256
 from itertools import product
@@ -140,19 +141,24 @@ def parse_idea(text: str) -> Idea:
     if changed := data_changes(idea, base, commit):
         raise ConfigError(
             f"idea: {text!r} changes the data or the seeds in {', '.join(changed)}, so its losses would mean something "
-            "else"
+            f"else; only {ORDER_FILE} may change"
         )
     return idea
 
 
 def data_changes(idea: Idea, base: str, commit: str) -> list[str]:
-    """Return the changed files of `data/`, and those whose statements about seeds changed; but not ORDER_FILE."""
+    """Quote the first change in each file of `data/` but ORDER_FILE, and in the statements about seeds of all code."""
     changed = []
     for name in sorted(idea.files - {ORDER_FILE}):
-        is_code = name.endswith(".py") and not name.startswith("tests/")
-        before, after = source(base, name), source(commit, name)
-        if name.startswith(DATA_FOLDER) or (is_code and seed_statements(before) != seed_statements(after)):
-            changed.append(name)
+        lines, is_data = [source(at, name).splitlines() for at in (base, commit)], name.startswith(DATA_FOLDER)
+        if not is_data and name.endswith(".py") and not name.startswith("tests/"):
+            before, after = (seed_statements(source(at, name)) for at in (base, commit))
+            lines = [list((before - after).elements()), list((after - before).elements())]
+        elif not is_data:
+            continue
+        difference = (line for line in unified_diff(*lines, n=0) if not line.startswith(("--- \n", "+++ \n", "@@")))
+        if is_data or any(lines):
+            changed.append(f"{name} ({next(difference, 'no line of text')})")
     return changed
 
 

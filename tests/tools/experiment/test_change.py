@@ -1,6 +1,7 @@
 """Ideas become code and settings; the user's working tree and index stay unchanged."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_data_files_of_change(file, line, listed, repository):
     if not listed:
         assert parse_idea("HEAD").files == {file}
         return
-    with pytest.raises(ConfigError, match=f"changes the data or the seeds in {file}"):
+    with pytest.raises(ConfigError, match=re.escape(f"changes the data or the seeds in {file} (+{line})")):
         parse_idea("HEAD")
 
 
@@ -185,7 +186,7 @@ def test_data_file_moved_elsewhere_is_listed(repository):
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     repository("mv", "data/text.py", "text.py")
-    with pytest.raises(ConfigError, match="changes the data or the seeds in data/text.py"):
+    with pytest.raises(ConfigError, match=r"changes the data or the seeds in data/text.py \(-x = 1\)"):
         parse_idea(".")
 
 
