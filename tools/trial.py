@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -92,12 +93,18 @@ def start_ranks(script: str, arguments: list[str]) -> list[subprocess.Popen[str]
     ]
 
 
-def run_script(script: str, arguments: list[str]) -> str:
-    """Run a script on two processes to its end and return what the main process printed."""
+def run_ranks(script: str, arguments: list[str]) -> tuple[int, str, str]:
+    """Run a script on two processes to its end; return the exit code, and the main process's output and errors."""
     processes = start_ranks(script, arguments)
     printed, errors = processes[0].communicate()
     processes[1].communicate()
-    if code := processes[0].returncode or processes[1].returncode:
+    return processes[0].returncode or processes[1].returncode, printed, errors
+
+
+def run_script(script: str, arguments: list[str]) -> str:
+    """Run a script on two processes to its end and return what the main process printed."""
+    code, printed, errors = run_ranks(script, arguments)
+    if code:
         print(f"{printed}\nThe settings that you did not give are those of TRIAL in tools/trial.py.")
         raise TrialError(errors.strip() or f"{script}: exit code {code}")
     return printed
@@ -131,6 +138,29 @@ def compare_rows(uninterrupted: list[dict], resumed: list[dict]) -> None:
         raise TrialError(f"{len(resumed)} rows after a kill and a resume, {len(uninterrupted)} without")
     if len({row["state/digest"] for row in resumed}) != len(resumed):
         raise TrialError("state/digest is the same at two steps; is every step an update?")
+
+
+def find_lost_state(arguments: list[str]) -> str:
+    """Return what verify.py says of a resume: which attributes of the model and the optimizer lost their values."""
+    _, printed, errors = run_ranks("verify.py", arguments)
+    lines = [line for line in printed.splitlines() if "resuming is bitwise" in line]
+    return "verify.py: " + (lines or [errors.strip()])[0]
+
+
+def trial_words(settings: list[str]) -> list[str]:
+    """Return the settings of the trial for train.py: those of TRIAL, overridden by the given ones.
+
+    With `init_from` the initial model decides its sizes, so those of TRIAL are left out.
+
+    Raises:
+        ConfigError: all wrong settings at once.
+    """
+    words = [*TRIAL.split(), *settings]
+    if parse_config(words, num_processes=2).init_from is None:
+        return words
+    options = zip(TRIAL.split()[::2], TRIAL.split()[1::2], strict=True)
+    kept = [pair for pair in options if not pair[0].startswith("--model.") or pair[0] == "--model.dropout"]
+    return [*chain(*kept), *settings]
 
 
 def train_at_defaults(folder: Path) -> dict[str, dict]:
@@ -186,10 +216,11 @@ def main(config: TrialConfig) -> None:
         ConfigError: a setting is refused.
         TrialError: the first guarantee that it does not keep.
     """
-    parse_config([*TRIAL.split(), *config.settings], num_processes=2)  # reports all wrong settings at once
+    words = trial_words(config.settings)
     with TemporaryDirectory(prefix="trial-") as folder:
         out_dir = Path(folder, "runs")
-        arguments = [*TRIAL.split(), *config.settings, "--out_dir", str(out_dir)]
+        arguments = [*words, "--out_dir", str(out_dir)]
+        verify_arguments = [*arguments, "--verify_steps", str(config.verify_steps)]
         uninterrupted, killed = out_dir / "uninterrupted", out_dir / "killed"
         print("training without and with a kill ...", file=sys.stderr, flush=True)
         run_script("train.py", [*arguments, "--name", "uninterrupted"])
@@ -197,10 +228,13 @@ def main(config: TrialConfig) -> None:
         run_script("train.py", [*arguments, "--name", "killed"])
         if Run(killed).sessions()[-1].step < 5:
             raise TrialError("the third training did not resume from the checkpoint of step 5 or later")
-        compare_rows(read_rows(uninterrupted), read_rows(killed))
+        try:
+            compare_rows(read_rows(uninterrupted), read_rows(killed))
+        except TrialError as error:
+            raise TrialError(f"{error}\n{find_lost_state(verify_arguments)}") from None
         print(f"resumed run: the same metrics as without the kill, at the end {json.dumps(read_rows(killed)[-1])}")
         shutil.rmtree(out_dir)  # verify.py makes runs of its own there
-        print(run_script("verify.py", [*arguments, "--verify_steps", str(config.verify_steps)]))
+        print(run_script("verify.py", verify_arguments))
     report_defaults(config.base)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from runtime.distributed.launch_checks import device_problems
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY_STORIES, train
 from tools import trial
 from tools.experiment import change
 from tools.trial import TrialError, changed_results, compare_rows
@@ -99,3 +99,29 @@ def test_trial_reports_defaults_against_head(repository, capsys, monkeypatch):
         f"defaults: other results than {head}, as after an edit in place: stories: state/digest is 2, 1 before"
     )
     assert unknown.startswith("defaults: not compared: git rev-parse fails: ")
+
+
+def test_trial_with_initial_model_leaves_its_sizes_alone():
+    """Of the model, only dropout is a setting of the run; also if a config file names the initial model."""
+    words = trial.trial_words(["--init_from", "runs/x", "--model.window", "8"])
+    assert [word for word in words if word.startswith("--model.")] == ["--model.dropout", "--model.window"]
+    assert words[words.index("--seq_len") + 1] == "128" and words[-2:] == ["--model.window", "8"]
+    assert trial.trial_words([]) == trial.TRIAL.split()
+
+
+@pytest.mark.slow
+def test_trial_from_an_initial_model(runs, capsys):
+    """Its sizes are not those of TRIAL."""
+    train(*TINY_STORIES, "--model.n_layers", 3, "--steps", 2, "--out_dir", runs, "--name", "initial")
+    trial.main(trial.TrialConfig(settings=["--init_from", str(runs / "initial")]))
+    assert "resumed run: the same metrics" in (printed := capsys.readouterr().out) and "Everything holds." in printed
+
+
+@pytest.mark.slow
+def test_trial_names_attribute_that_lost_its_state(monkeypatch):
+    start_ranks = trial.start_ranks
+    monkeypatch.setenv("STATE", "model attribute")
+    program = "tests/programs/stateful_train.py"
+    monkeypatch.setattr(trial, "start_ranks", lambda script, arguments: start_ranks(program, arguments))
+    with pytest.raises(TrialError, match="(?s)is all state saved.*after the resume: model.num_calls"):
+        trial.main(trial.TrialConfig(verify_steps=4))

@@ -16,7 +16,8 @@ from model.attention import attention_masks
 from model.config import FAMILIES, GPTConfig
 from model.generate import KVCache
 from model.gpt import GPTModel
-from model.hf import find_misfits, log_probability_difference, to_transformers
+from model.hf import MAX_DIFFERENCE, find_misfits, log_probability_difference, to_transformers
+from trainer.pretrained.load import LoadedModel, copy_initial_weights
 
 Result = tuple[bool | None, str]
 MASK_POSITIONS = 24
@@ -35,6 +36,15 @@ def build_perturbed(config: GPTConfig, seed: int = 0) -> GPTModel:
     model = GPTModel(config).eval()
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def build_checked(config: GPTConfig, initial: LoadedModel | None) -> GPTModel:
+    """Build a model in eval mode with the initial weights of the run; without `initial`, a perturbed one."""
+    if initial is None:
+        return build_perturbed(config.replace(vocab_size=64))
+    model = GPTModel(config).eval()
+    copy_initial_weights(model, initial)
     return model
 
 
@@ -69,15 +79,15 @@ def check_transformers_logits(family: str, config: GPTConfig) -> Result:
 
 
 @torch.no_grad()
-def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
+def check_cached_logits(config: GPTConfig, seq_len: int, initial: LoadedModel | None = None) -> Result:
     """Compare the logits of one forward with those of cached ones: a prompt, several tokens and one token.
 
     The prompt is once a single token, as for a text without a prompt, and once half of the sequence.
     """
     if not GPTModel.predicts_next_token:
         return None, NOT_CAUSAL
-    model = build_perturbed(config.replace(vocab_size=64))
-    input_ids, cached = torch.randint(64, (1, seq_len)), []
+    model = build_checked(config, initial)
+    input_ids, cached = torch.randint(model.token_embedding.num_embeddings, (1, seq_len)), []
     for length in (1, seq_len // 2):
         cache = [KVCache(seq_len) for _ in range(config.n_layers)]
         parts = input_ids[:, :length], input_ids[:, length:-1], input_ids[:, max(length, seq_len - 1) :]
@@ -85,19 +95,22 @@ def check_cached_logits(config: GPTConfig, seq_len: int) -> Result:
             cached.append(torch.cat([model(part, cache=cache)[0] for part in parts if part.numel()], dim=1))
         except ValueError as error:
             return None, f"the model refuses a cache, so it cannot generate: {error}"
-    return compare(torch.cat(cached), model(input_ids)[0], 1e-3)
+    return compare(torch.cat(cached), model(input_ids)[0], MAX_DIFFERENCE if initial else 1e-3)
 
 
 @torch.no_grad()
-def check_isolated_documents(config: GPTConfig, seq_len: int, is_needed: bool = True) -> Result:
+def check_isolated_documents(
+    config: GPTConfig, seq_len: int, initial: LoadedModel | None = None, is_needed: bool = True
+) -> Result:
     """Compare the logits of two documents in one row with those of each document alone.
 
     The model may refuse `position_ids` by a ValueError, unless the batches of the run have them (`is_needed`).
     """
     if seq_len < 2:
         return None, "seq_len is 1"
-    model = build_perturbed(config.replace(vocab_size=64))
-    input_ids, lengths = torch.randint(64, (1, seq_len)), [seq_len // 2, seq_len - seq_len // 2]
+    model = build_checked(config, initial)
+    input_ids = torch.randint(model.token_embedding.num_embeddings, (1, seq_len))
+    lengths = [seq_len // 2, seq_len - seq_len // 2]
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     alone = torch.cat([model(part)[0] for part in input_ids.split(lengths, dim=1)], dim=1)
     try:
@@ -106,7 +119,7 @@ def check_isolated_documents(config: GPTConfig, seq_len: int, is_needed: bool = 
         if is_needed:
             raise
         return None, f"no documents of this run are isolated, and the model refuses position_ids: {error}"
-    return compare(together, alone, 1e-3)
+    return compare(together, alone, MAX_DIFFERENCE if initial else 1e-3)
 
 
 def check_masks(config: GPTConfig, seq_len: int) -> Result:

@@ -173,18 +173,19 @@ class Verification:
 
     def model_checks(self) -> dict[str, Callable[[], Result]]:
         """Return the checks of the model alone, which train nothing and take seconds."""
-        model = self.config.model
+        model, seq_len, initial = self.config.model, self.config.seq_len, self.models.initial
+        is_needed = "position_ids" in self.corpus.train[0]
         return {
             **{
                 f"logits = transformers' {family}": partial(check_transformers_logits, family, model)
                 for family in FAMILIES
             },
-            "generation with a cache = without": partial(check_cached_logits, model, self.config.seq_len),
+            "generation with a cache = without": partial(check_cached_logits, model, seq_len, initial),
             "isolated documents = each document alone": partial(
-                check_isolated_documents, model, self.config.seq_len, is_needed="position_ids" in self.corpus.train[0]
+                check_isolated_documents, model, seq_len, initial, is_needed
             ),
-            "masks of both kernels = their definition": partial(check_masks, model, self.config.seq_len),
-            "FLOPs per token = products that torch counts": partial(check_flops, model, self.config.seq_len),
+            "masks of both kernels = their definition": partial(check_masks, model, seq_len),
+            "FLOPs per token = products that torch counts": partial(check_flops, model, seq_len),
             "constant initial weights stay constant": partial(check_constant_init, model),
         }
 

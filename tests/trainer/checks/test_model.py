@@ -1,14 +1,18 @@
 """Checks of the model pass here and fail on a model with the fault that they look for."""
 
+import math
+
 import pytest
 import torch
 
 import model.attention
 import model.gpt
 from model.config import FAMILIES, GPTConfig
+from model.gpt import GPTModel
 from runtime.config.parser import parse_config
 from tests.conftest import TINY_STORIES
 from trainer.checks import model as checks
+from trainer.pretrained.load import LoadedModel
 
 SMALL = GPTConfig(vocab_size=20, d_model=16)
 
@@ -280,3 +284,13 @@ def test_cached_logits_find_fault_under_constant(monkeypatch):
 def test_nan_is_a_difference(is_nan):
     ours, expected = (torch.zeros(2, 3).index_fill(1, torch.tensor([1]), torch.nan if nan else 0) for nan in is_nan)
     assert checks.compare(ours, expected, 1e-3)[0] is False
+
+
+@pytest.mark.parametrize("name", ["check_cached_logits", "check_isolated_documents"])
+def test_checks_are_of_the_initial_weights(name, monkeypatch):
+    """Weights that are not finite, which no random ones are."""
+    initial = LoadedModel(None, GPTModel(SMALL), None)
+    check = getattr(checks, name)
+    assert check(SMALL, 16, initial)[0] is True
+    initial.model.final_norm.weight.data[0] = math.nan
+    assert check(SMALL, 16, initial)[0] is False
