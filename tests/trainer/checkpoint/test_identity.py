@@ -71,6 +71,26 @@ def test_code_hash_covers_what_the_code_imports(name, line, tree):
     assert code_hash(tree) not in (before, named)
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    {
+        "model/zebra.json": "",  # code may find it by a pattern
+        "data/synthetic/words/zebras": "",
+        "trainer/kernels/zebra.cu": "",
+        "kernels/fused.cu": "load(sources=['kernels/fused.cu'])",
+        "kernels/scan.cpp": 'source = ROOT / "kernels" / "scan.cpp"',
+        "limits.json": 'open("limits.json")',
+    }.items(),
+)
+def test_code_hash_covers_files_that_are_no_python(name, line, tree):
+    append(tree / "model" / "gpt.py", line)
+    hashes = [code_hash(tree)]
+    for digit in "12":
+        append(tree / name, digit)
+        hashes.append(code_hash(tree))
+    assert len({*hashes}) == 3
+
+
 def test_code_hash_covers_another_script_that_trains(tree, monkeypatch):
     before = code_hash(tree)
     append(tree / "pretrain.py", "import train")
@@ -83,6 +103,9 @@ def test_code_hash_excludes_what_no_run_imports(tree):
     names = ["README.md", "tests/conftest.py", "tools/plot/style.py", "docs/settings.py", "examples/mine.py"]
     names += [".venv/lib.py", "lab/code/train.py", "._train.py", "model/._gpt.py", "data/synthetic/._world.py"]
     names += ["my_figures.py", "figures/my_plot.py", "model/my_sketch.py", "evaluate.py", "wandb/run-1/train.py"]
+    names += ["model/__pycache__/gpt.cpython-313.pyc", "model/README.md", "model/gpt.py~", "model/.gpt.py.swp"]
+    names += ["runs/run/config.json", "corpora/mine/metadata.json", "input.txt", "texts/a.json", "metrics.jsonl.old"]
+    names += ["configs/stories.yaml", "accelerate_configs/cpu.yaml", "exports/run/config.json"]
     for name in names:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("changed")
