@@ -68,8 +68,9 @@ class Corpus:
     """Generated text -> a remark that is logged with the text, such as its log-probability, or that it is not valid."""
     has_conversations: bool = False
     """Whether a corpus has conversations, of which only the answers are targets."""
-    packing_note: str = ""
-    """How conversations became training sequences, printed at the start of a run; empty for other text."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Lines of the summary at the start of a run, by their label: how documents became sequences, and what is left
+    out."""
     score_texts: Callable[[list[str]], MetricSums] | None = None
     """Generated texts -> metrics, logged as generation/NAME at the end of a run."""
 
@@ -166,8 +167,30 @@ def _load_text(config: TrainConfig) -> Corpus:
         file_sizes=[entry["bytes"] for corpus in corpora for entry in corpus.metadata["files"].values()],
         end_of_text=corpora[0].end_of_text,
         has_conversations=has_conversations,
-        packing_note=train.packing_note,
+        notes=_describe_text(corpora, {"train": train, "validation": validation}),
     )
+
+
+def _describe_text(corpora: list[Any], splits: dict[str, Any]) -> dict[str, str]:
+    """Return lines about the documents: how conversations became rows, the tokens in no row, and shared documents."""
+    from data.text import count_shared_documents
+
+    notes = {"conversations": splits["train"].packing_note}
+    tokens = {name: sum(corpus.metadata[name]["tokens"] for corpus in corpora) for name in splits}
+    unused = [f"{data.num_unused:,} of {tokens[name]:,} in {name}" for name, data in splits.items() if data is not None]
+    if any(data is not None and data.num_unused for data in splits.values()):
+        notes["unused tokens"] = f"{', '.join(unused)}: they are the end of a split and fill no sequence"
+    if splits["validation"] is None:
+        return notes
+    shared, documents = count_shared_documents(corpora)
+    remedy = "prepare all of them with one --validation hash:FRACTION"
+    if shared and shared == documents:
+        problem = "other corpora train on all documents that validation holds, so a loss on them says nothing about"
+        raise ConfigError(f"data.mix: {problem} new text; {remedy}")
+    if shared:
+        problem = f"{shared:,} of {documents:,} validation documents are in the training data of another corpus"
+        notes["shared"] = f"{problem}; {remedy}"
+    return notes
 
 
 def _checked_vocab_size(config: TrainConfig, num_tokens: int) -> int:

@@ -2,17 +2,22 @@
 
 import os.path
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from hashlib import blake2b
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
 from data.integrity import REMEDY, open_columns, read_metadata
 from data.tokenizer import load_tokenizer, token_bytes
 from runtime.config.errors import ConfigError
+
+COMPARED_TOKENS = 2**27  # of a split, from its start, whose documents are compared with those of other splits
 
 
 class TextCorpus:
@@ -32,13 +37,47 @@ class TextCorpus:
         self.vocab_size, self.end_of_text = properties["vocab_size"], properties["end_of_text"]
         self.has_conversations = "conversations" in self.metadata
 
+    def open_split(self, split: str) -> list[list[pa.ListArray]]:
+        """Open the columns of each batch of the files of a split."""
+        files = [self.path / file for file in self.metadata["files"] if file.startswith(split)]
+        return [columns for file in files for columns in open_columns(file)]
+
+    def hash_documents(self, split: str) -> Iterator[bytes]:
+        """Yield a hash of the tokens of each document in the first COMPARED_TOKENS of a split."""
+        rest = COMPARED_TOKENS
+        for column, *_ in self.open_split(split):
+            tokens, offsets = np.from_dlpack(column.values), np.from_dlpack(column.offsets)
+            if rest <= 0 or (np.diff(offsets) < 0).any():  # damaged, as TextDataset will say
+                return
+            for begin, end in pairwise(offsets[: np.searchsorted(offsets, rest) + 1].tolist()):
+                yield blake2b(tokens[begin:end].tobytes(), digest_size=8).digest()
+            rest -= len(tokens)
+
+
+def count_shared_documents(corpora: Sequence[TextCorpus]) -> tuple[int, int]:
+    """Return how many validation documents of a mixture its other corpora train on, and how many it has.
+
+    Splits by a hash of the text, of one fraction, share none and are not read: (0, 0). The corpora have one tokenizer.
+    """
+    splits = {corpus.metadata.get("request", {}).get("validation", "") for corpus in corpora}
+    if len(corpora) < 2 or (len(splits) == 1 and splits.pop().startswith("hash:")):
+        return 0, 0
+    held_out = [list(corpus.hash_documents("validation")) for corpus in corpora]
+    wanted = {document for documents in held_out for document in documents}
+    trained = [wanted.intersection(corpus.hash_documents("train")) for corpus in corpora]
+    shared = 0
+    for index, documents in enumerate(held_out):
+        elsewhere = set().union(*trained[:index], *trained[index + 1 :])
+        shared += sum(document in elsewhere for document in documents)
+    return shared, sum(map(len, held_out))
+
 
 class TextDataset(Dataset):
     """A split of a corpus in rows of `seq_len` tokens, as `packing` determines.
 
     Text:
         concat: windows of the token stream. Window i begins at token i * (seq_len - 1), so every token except the first
-            is a target once; tokens at the end that fill no window are not used.
+            is a target once; up to seq_len - 2 at the end, `num_unused`, fill no window and are not used.
         isolated: the same windows, with `position_ids` that restart at each document.
         padded: one document a row, between two end-of-text tokens, truncated to seq_len or padded to it. A document of
             more than a million characters was prepared in pieces, and each piece is a row.
@@ -59,11 +98,12 @@ class TextDataset(Dataset):
 
     packing_note: str = ""
     """How conversations became rows, printed at the start of a run; empty for text."""
+    num_unused: int = 0
+    """Tokens at the end that fill no window, up to seq_len - 2."""
 
     def __init__(self, corpus: TextCorpus, split: str, seq_len: int, packing: str, num_samples: int | None = None):
         self.corpus, self.split, self.seq_len, self.packing = corpus, split, seq_len, packing
-        files = [corpus.path / file for file in corpus.metadata["files"] if file.startswith(split)]
-        batches = [columns for file in files for columns in open_columns(file)]
+        batches = corpus.open_split(split)
         # Views of the files: the tokens and, for conversations, the masks of answers.
         self.values = [[np.from_dlpack(column.values) for column in columns] for columns in batches]
         self.first_tokens = [0, *accumulate(len(tokens) for tokens, *_ in self.values)]
@@ -72,7 +112,7 @@ class TextDataset(Dataset):
             raise ConfigError(f"data: {corpus.path} is damaged: tokens of {split} are missing; {REMEDY}")
         self.has_windows = packing != "padded" and not corpus.has_conversations
         if self.has_windows:
-            self.num_rows = (num_tokens - 1) // (seq_len - 1)
+            self.num_rows, self.num_unused = divmod(max(num_tokens - 1, 0), seq_len - 1)
         else:
             self._find_rows([np.from_dlpack(tokens.offsets) for tokens, *_ in batches])
             self.num_rows = len(self.rows)
@@ -192,6 +232,11 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
     def num_bytes(self) -> float:
         """UTF-8 bytes of the targets of all samples."""
         return sum(dataset.num_bytes for dataset in self.datasets)
+
+    @property
+    def num_unused(self) -> int:
+        """Tokens at the ends of the corpora that fill no window."""
+        return sum(dataset.num_unused for dataset in self.datasets)
 
     @property
     def packing_note(self) -> str:

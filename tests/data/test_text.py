@@ -27,6 +27,7 @@ import data.prepare.prepare
 from data.corpus import load_corpus
 from data.integrity import content_hash, metadata_digest, open_columns, verify
 from data.loader import BatchLoader
+from data.prepare.prepare import in_validation
 from data.prepare.tokenizer import save_tokenizer
 from data.sampler import MIX_BLOCK, BatchSizes, GlobalBatches, MixedBatches, apportion, mix_quotas
 from data.text import TextCorpus, TextDataset
@@ -363,6 +364,47 @@ def test_load_corpus_refuses_mismatched_settings(folder, tmp_path):
     (tmp_path / "a.txt").write_text("short")
     make(tmp_path / "a.txt", tmp_path / "short", validation="tail:0.1")
     assert "seq_len 32" in refusal(folder, "--data.path", tmp_path / "short")
+
+
+def mix_notes(folder, tmp_path, documents, validations):
+    """Prepare corpora of the lists of documents, with the values of --validation; return the notes of their mixture."""
+    mix = {}
+    for index, (texts_of_one, validation) in enumerate(zip(documents, validations, strict=True)):
+        source = write_jsonl(tmp_path / f"{index}.jsonl", texts_of_one)
+        make(source, tmp_path / str(index), validation=validation)
+        mix[str(tmp_path / str(index))] = 1
+    return load_corpus(settings(folder, "--data.mix", json.dumps(mix))).notes
+
+
+@pytest.mark.parametrize("fractions", [(0.2, 0.2), (0.5, 0.1)])
+def test_mixture_counts_validation_documents_that_another_corpus_trains_on(folder, tmp_path, fractions):
+    common, alone = make_documents(60, seed=8), make_documents(40, seed=9)
+    sources = [common + alone, common]
+    notes = mix_notes(folder, tmp_path, sources, [f"hash:{fraction}" for fraction in fractions])
+    splits = [[{*texts(tmp_path / str(i), split)} for split in ("train", "validation")] for i in range(2)]
+    shared = len(splits[0][1] & splits[1][0]) + len(splits[1][1] & splits[0][0])
+    held_out = sum(len(validation) for _, validation in splits)
+    assert (shared > 0) == (fractions[0] != fractions[1])
+    counted = f"{shared} of {held_out} validation documents are in the training data of another corpus"
+    assert notes.get("shared", "").startswith(counted) == (shared > 0)
+
+
+def test_mixture_whose_validation_is_all_trained_on_is_refused(folder, tmp_path):
+    common = make_documents(60, seed=8)
+    held_out = [document for document in common if not in_validation(document, 0.2)][:9]
+    file = write_jsonl(tmp_path / "held_out.jsonl", held_out)
+    sources = [common, [document for document in common if document not in held_out]]
+    with pytest.raises(ConfigError, match=r"data\.mix: other corpora train on all .* --validation hash:FRACTION"):
+        mix_notes(folder, tmp_path, sources, ["hash:0.2", str(file)])
+
+
+def test_tokens_that_fill_no_sequence_are_said(folder):
+    tokens = {split: len(read_stream(folder / "a", split)) for split in ("train", "validation")}
+    unused = {split: (count - 1) % 31 for split, count in tokens.items()}  # sequences of 32 tokens share one
+    assert any(unused.values())
+    said = load_corpus(settings(folder, "--data.path", folder / "a")).notes["unused tokens"]
+    counts = [f"{unused[split]} of {tokens[split]:,} in {split}" for split in tokens]
+    assert said.startswith(", ".join(counts))
 
 
 def test_load_corpus_without_validation_split(folder, tmp_path):

@@ -93,5 +93,4 @@ def summary(
         facts["documents"] = "isolated by a mask of all pairs of positions, because Triton is not installed"
     if sizes := corpus.file_sizes:
         facts["corpus"] = f"{len(sizes)} files, {sum(sizes):,} bytes"
-    facts["conversations"] = corpus.packing_note
-    return "\n".join(f"{name:>13}: {fact}" for name, fact in facts.items() if fact)
+    return "\n".join(f"{name:>13}: {fact}" for name, fact in (facts | corpus.notes).items() if fact)

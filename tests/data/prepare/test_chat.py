@@ -748,13 +748,13 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
     corpus = load_corpus(config)
     assert corpus.fill_in(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
-    assert "targets are the answers alone" in corpus.packing_note
+    assert "targets are the answers alone" in corpus.notes["conversations"]
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
     config = settings_for("--data.mix", mix)
     corpus = load_corpus(config)
     batch = torch.utils.data.default_collate([corpus.train[0], corpus.train[len(corpus.train) - 1]])
-    assert (batch["position_ids"] == 0).sum() > 2 and corpus.packing_note
+    assert (batch["position_ids"] == 0).sum() > 2 and corpus.notes["conversations"]
     config = corpus.fill_in(config).replace(out_dir=str(tmp_path / "runs"))
     for order in ("marked", "text"), ("text", "marked"):  # a run keeps the tokenizer that has a chat template
         paths = {"marked": folder / "marked", "text": tmp_path / "text"}
