@@ -29,6 +29,8 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     Raises:
         ValueError: The row holds no document; the message says what it holds instead.
     """
+    if is_messages(row):
+        row = {"messages": row}
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not an object with the key {text_column!r}")
     answers = [name for name in ("response", "completion") if name in row]
@@ -54,6 +56,11 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
             raise ValueError(f"'system' is {row['system']!r:.60}; {remedy}")
         messages.insert(0, {"role": "system", "content": row["system"]})
     return json.dumps({"messages": messages, **_template_arguments(row)}, ensure_ascii=False), True
+
+
+def is_messages(row: Any) -> bool:
+    """Return whether a row is a bare list of messages, as nanochat writes them."""
+    return isinstance(row, list) and bool(row) and all(isinstance(item, dict) and "role" in item for item in row)
 
 
 def _parse_json_text(value: Any) -> Any:

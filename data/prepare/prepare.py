@@ -100,7 +100,7 @@ class PrepareConfig(Settings):
     end of each document; or a separate source, files or a pattern."""
 
     document_separator: str | None = None
-    r"""Text between the documents of a txt file, not part of any. \n matches line breaks of every kind."""
+    r"""Text between the documents of a txt file, not part of any. \n matches line breaks of every kind, \t a tab."""
 
     text_column: str = "text"
     """The column, or the key in jsonl, that holds the text."""
@@ -355,6 +355,9 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
         if shared := held_out.shared_with(source):
             problem = f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}"
             raise ConfigError(problem)
+    if source.separator and ".txt" not in {get_file_type(file) for file in source.files + (held_out or source).files}:
+        problem = f"document_separator: {config.document_separator!r} has no effect on {config.source!r}"
+        raise ConfigError(f"{problem}, in which each row is a document; leave it out")
     is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
     if is_one_document and kind == "hash" and fraction > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
@@ -459,7 +462,7 @@ def _hash_text(tokenizer: Tokenizer, end_of_text: int, files: list[Path]) -> str
     bytes_of_token = token_bytes(tokenizer, end_of_text)
     if bytes_of_token is None:
         return None
-    bytes_of_token[end_of_text], hashed = b"\0", blake2b(digest_size=16)  # a text has no NUL
+    bytes_of_token[end_of_text], hashed = b"\xff", blake2b(digest_size=16)  # no byte of UTF-8
     for file in files:
         for column, *_ in open_columns(file):
             tokens = np.from_dlpack(column.values)

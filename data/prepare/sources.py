@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape, glob
@@ -28,14 +29,22 @@ CHUNK = 2**19  # characters of a document that are yielded at once
 BATCH_ROWS, BATCH_BYTES = 256, 2**24  # of a Parquet file that are read at once, at most
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
 
+# The first bytes of a file decide, not its name, whether it is compressed.
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 # Programs that read what Arrow does not: a gzip file with zeros at its end, a window of zstd above 128 MiB.
-DECOMPRESS = {".gz": "gzip -dk", ".zst": "zstd -d --long=31"}
+DECOMPRESS = {"gzip": ("gzip -dk", "gzip -dc <"), "zstd": ("zstd -d --long=31", "zstd -dc --long=31 <")}
+SUFFIXES = {"gzip": ".gz", "zstd": ".zst"}
+NOT_TEXT = {b"BZh91AY": "bzip2", b"\xfd7zXZ": "xz", b"PK\3\4": "zip", b"%PDF-": "PDF", b"PAR1": "Parquet"}
+NOT_TEXT |= {b"SQLite format 3": "SQLite", b"ARROW1": "Arrow", b"\x89HDF": "HDF5"}
 
 # The longest first: the mark of UTF-16-LE is a prefix of the mark of UTF-32-LE.
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 BYTE_ORDER_MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 MIN_CHARACTERS = 2**19  # after so many, replacements are checked before the end of the file, too
+# Encodings in which all bytes are ASCII: what stands for a character, or a row of them, that is not.
+HZ, UTF_7 = re.compile(r"~\{(?:[!-}][!-~])+~\}"), re.compile(r"\+[A-Za-z0-9+/]{3,}-")
+ISO_2022 = "\x1b$"
 MAX_REPLACED, MAX_FRACTION_REPLACED = 10, 0.002  # German in ISO-8859-1 has one per 70 characters
 
 
@@ -59,9 +68,15 @@ class Source:
     conversations: bool | None = field(default=None, init=False)
     """Whether all documents are conversations; None until the first that is not null is read."""
 
+    line: int = field(default=1, init=False)
+    """Number of the line of a jsonl file that is read, for messages."""
+    found_separator: bool = field(default=False, init=False)
+
     def __post_init__(self) -> None:
         self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so the shell has not expanded ~
-        separator = (self.document_separator or "").replace("\\r", "\r").replace("\\n", "\n")
+        separator = self.document_separator or ""
+        for written, meant in {"\\r": "\r", "\\n": "\n", "\\t": "\t"}.items():
+            separator = separator.replace(written, meant)
         self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # like the line ends of files
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
         # First as a file, because glob would read the brackets in its name as a pattern.
@@ -87,12 +102,19 @@ class Source:
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
             except Exception as error:  # each format, file system and network raises its own types
-                problem = f"{place!r}, document {number}: {type(error).__name__}: {error}"
-                if (program := DECOMPRESS.get(Path(place).suffix)) and isinstance(error, OSError) and not error.errno:
-                    problem += f"; decompress it first: {program} {place!r}"  # Arrow's errors have no number
+                line = f" (line {self.line})" if self.files and get_file_type(place) == ".jsonl" else ""
+                problem = f"{place!r}, document {number}{line}: {type(error).__name__}: {error}"
+                if isinstance(error, OSError) and not error.errno and (kind := self.files and find_compression(place)):
+                    in_place, to_output = DECOMPRESS[kind]  # Arrow's errors have no number
+                    program = in_place if place.endswith(SUFFIXES[kind]) else to_output
+                    problem += f"; decompress it first: {program} {place!r}"
                 raise self._error(problem) from None
             if changed:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
+        is_txt = any(get_file_type(file) == ".txt" for file in self.files)
+        if self.separator and is_txt and not self.found_separator and self.setting == "source":
+            problem = f"document_separator: {self.document_separator!r} does not occur in {self.name!r}"
+            raise ConfigError(f"{problem}; correct it, or leave it out if each file is one document")
 
     def shared_with(self, other: "Source") -> str | None:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
@@ -168,6 +190,7 @@ class Source:
             for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file):
                 if separator:
                     *documents, rest = (rest + chunk).split(separator)
+                    self.found_separator |= bool(documents)
                     yield from ((document, True) for document in documents)
                     settled = max(len(rest) - len(separator) + 1, 0)  # the rest may be the start of a separator
                     chunk, rest = rest[:settled], rest[settled:]
@@ -191,8 +214,12 @@ class Source:
             for row in self.dataset:
                 yield {name: chat.without_added_nulls(value) for name, value in row.items()}
         elif get_file_type(place) == ".jsonl":
+            self.line = 1
             with open_text(place, self.errors) as lines:
-                yield from (json.loads(line) for line in check_decoded(lines, place) if not line.isspace())
+                for line in check_decoded(lines, place):
+                    if not line.isspace():
+                        yield parse_line(line.removeprefix("\ufeff"), place)  # of a file that was appended
+                    self.line += 1
         else:
             with pyarrow.parquet.ParquetFile(place) as file:
                 names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
@@ -237,24 +264,66 @@ def _identity(file: str) -> tuple[int, int] | str:
     return file if "://" in file else ((facts := os.stat(file)).st_dev, facts.st_ino)
 
 
+def parse_line(line: str, file: str) -> Any:
+    """Parse a line of a jsonl file; raise ValueError if it belongs to one JSON array of all rows."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        if line.strip() != "[" and not line.startswith(("[{", "[ {")):
+            raise
+        row, problem = [], error
+    else:
+        problem = "its rows are in one array"
+    if isinstance(row, list) and not chat.is_messages(row) and (not row or isinstance(row[0], dict)):
+        convert = f"jq -c '.[]' {file!r}"
+        raise ValueError(f"{problem}; a jsonl file has an object in each line, as from {convert}")
+    return row
+
+
+def find_compression(file: str) -> str | None:
+    """Return the compression of a local file by its first bytes, a key of DECOMPRESS; None if it has none.
+
+    Raises:
+        ValueError: the file has a format that is not text.
+    """
+    with open(file, "rb") as stream:
+        start = stream.read(16)
+    if kind := next((kind for mark, kind in NOT_TEXT.items() if start.startswith(mark)), None):
+        raise ValueError(f"it is not text but {kind}; extract its text, or give it the name of its format")
+    return next((kind for mark, kind in COMPRESSIONS.items() if start.startswith(mark)), None)
+
+
 def open_text(file: str, errors: str) -> io.TextIOWrapper:
-    """Open a file, .gz and .zst included, as text without a byte order mark; line ends become line feeds."""
-    stream = io.BufferedReader(pa.input_stream(file, compression="detect"))
+    """Open a file, also one of gzip or zstd, as text without a byte order mark; line ends become line feeds."""
+    stream = io.BufferedReader(pa.input_stream(file, compression=find_compression(file)))
     start = stream.peek(4)
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), "utf-8-sig")
     return io.TextIOWrapper(stream, encoding, errors)
+
+
+def count_escapes(text: str) -> int:
+    """Count the sequences that stand for other characters in the ASCII encodings ISO-2022, HZ and UTF-7."""
+    count = text.count(ISO_2022) + (len(HZ.findall(text)) if "~{" in text else 0)
+    for match in UTF_7.findall(text):
+        with suppress(UnicodeDecodeError):
+            decoded = match.encode().decode("utf-7")  # writers of UTF-7 leave letters of ASCII as they are
+            count += decoded.isprintable() and not any(character < "\x80" for character in decoded)
+    return count
 
 
 def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
     """Yield the pieces of a file's text after checking that the file has the encoding that it was decoded with.
 
     Raises:
-        ValueError: the text has a NUL, or too many characters were replaced.
+        ValueError: the text has a NUL, or too many characters were replaced or are escapes of another encoding.
     """
     remedy = f"make it UTF-8, as by iconv -f ENCODING -t UTF-8 {file!r}"
-    characters = replaced = 0
+    characters = replaced = escapes = 0
 
-    def check_replaced() -> None:
+    def check_counts() -> None:
+        if escapes > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
+            found = f"{escapes:,} escapes of ISO-2022, HZ or UTF-7 in its first {characters:,} characters"
+            raise ValueError(f"there are {found}; {remedy}")
         if replaced > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
             found = f"{replaced:,} of its first {characters:,} characters are not UTF-8, or are U+FFFD already"
             raise ValueError(f"{found}; {remedy}")
@@ -263,7 +332,8 @@ def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
         if "\0" in text:  # every other byte of Latin text in UTF-16 without a byte order mark
             raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {remedy}")
         characters, replaced = characters + len(text), replaced + text.count("\ufffd")
+        escapes += count_escapes(text)
         if characters >= MIN_CHARACTERS:
-            check_replaced()
+            check_counts()
         yield text
-    check_replaced()
+    check_counts()

@@ -540,6 +540,7 @@ TURN = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SAME_CONVERSATION = {
     "a list": {"messages": TURN},
     "a JSON text": {"messages": json.dumps(TURN)},
+    "a bare list, as nanochat writes": TURN,
     "beside a null text": {"text": None, "messages": TURN},
     "beside null messages": {"messages": None, "prompt": "q", "completion": "a"},
     "beside a null response": {"prompt": "q", "response": None, "completion": "a"},
@@ -555,7 +556,7 @@ def test_rows_of_several_forms_are_all_read(kind, tmp_path):
         write_rows(source, rows)
         texts = [{"messages": json.dumps(TURN)}]
     else:
-        rows = [row for row in rows if not isinstance(row.get("messages"), str)]
+        rows = [row for row in rows if isinstance(row, dict) and not isinstance(row.get("messages"), str)]
         columns = dict.fromkeys(name for row in rows for name in row)
         pa.parquet.write_table(pa.Table.from_pylist([columns | row for row in rows]), source)
         texts = [{"messages": json.dumps(TURN)}] * 2

@@ -1,5 +1,6 @@
 """data.prepare: a corpus holds exactly the text of its source and becomes visible only when complete."""
 
+import bz2
 import gzip
 import json
 import os
@@ -170,7 +171,8 @@ def test_prepare_gives_same_tokens_for_all_formats(tmp_path, small_blocks):
     made = {}
     for source in [*(tmp_path / name for name in [*sources, "rows.parquet"]), tmp_path / "like_the_hub/*.jsonl", hub]:
         out = tmp_path / f"out{len(made)}"
-        make(source, out, document_separator=r"<|end|>\n", validation="hash:0.2")
+        separator = r"<|end|>\n" if ".txt" in str(source) else None
+        make(source, out, document_separator=separator, validation="hash:0.2")
         made[str(source)] = tokens_of(out)
     make(hub, tmp_path / "streamed", validation="hash:0.2", streaming=True)
     made["streamed"] = tokens_of(tmp_path / "streamed")
@@ -1083,3 +1085,78 @@ def test_validation_that_is_a_number_is_refused_at_once(value, tmp_path):
 def test_first_document_is_shown_as_the_model_gets_it(tmp_path):
     make(write_jsonl(tmp_path / "a.jsonl", ["a text\nof two lines\x1b"]), tmp_path / "out")
     assert show_document(tmp_path / "out") == "<|endoftext|>[[a text\nof two lines\\x1b]]"
+
+
+def compress(kind, content):
+    return gzip.compress(content) if kind == "gzip" else pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
+@pytest.mark.parametrize("kind", [None, "gzip", "zstd"])
+def test_first_bytes_decide_the_compression(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(compress(kind, GERMAN.encode()) if kind else GERMAN.encode())
+    make(tmp_path / name, tmp_path / "out")
+    assert texts(tmp_path / "out") == [GERMAN]
+
+
+def test_other_formats_are_named(tmp_path):
+    for content, kind in ((b"PK\3\4 a", "zip"), (b"%PDF-1.7 a", "PDF"), (bz2.compress(b"a"), "bzip2")):
+        (tmp_path / "a.txt").write_bytes(content)
+        assert f"it is not text but {kind}" in refusal(tmp_path / "a.txt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"), [(CHINESE, "hz"), (CHINESE, "iso2022_jp_2"), (GERMAN, "utf-7"), (RUSSIAN, "utf-7")]
+)
+def test_encodings_of_ascii_bytes_are_refused(tmp_path, text, encoding):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding, "ignore"))
+    assert "escapes of ISO-2022, HZ or UTF-7" in refusal(tmp_path / "a.txt", tmp_path / "out")
+
+
+def test_escapes_of_terminals_and_code_are_text(tmp_path):
+    text = "\x1b[1mbold\x1b(B a+bcd-e x = ~{mask} +1234- ~{} C+base-2\n" * 99
+    (tmp_path / "a.txt").write_text(text)
+    make(tmp_path / "a.txt", tmp_path / "out")
+    assert texts(tmp_path / "out") == [text]
+
+
+@pytest.mark.parametrize(("separator", "name"), [("\\t", "a.txt"), ("<end>", "a.jsonl"), ("<other>", "a.txt")])
+def test_separator_without_effect_is_refused(tmp_path, separator, name):
+    (tmp_path / name).write_text("one<end>two" if name == "a.txt" else '{"text": "one<end>two"}')
+    message = refusal(tmp_path / name, tmp_path / "out", document_separator=separator)
+    assert message.startswith("document_separator: ") and ("does not occur" if name == "a.txt" else "row") in message
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_separator_may_be_a_tab(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ttwo")
+    make(tmp_path / "a.txt", tmp_path / "out", document_separator="\\t")
+    assert texts(tmp_path / "out") == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"}, {"text": "b"}]', '[\n {"text": "a"},\n {"text": "b"}\n]\n'])
+def test_json_array_of_rows_names_remedy(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    message = refusal(tmp_path / "a.jsonl", tmp_path / "out")
+    assert f"jq -c '.[]' '{tmp_path / 'a.jsonl'}'" in message
+
+
+def test_message_counts_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n\n{"text": 3}\n')
+    assert "document 2 (line 4): " in refusal(tmp_path / "a.jsonl", tmp_path / "out")
+
+
+def test_jsonl_files_with_byte_order_marks_may_be_concatenated(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n' * 2 + b'{"text": "b"}\r{"text": "c"}\n')
+    make(tmp_path / "a.jsonl", tmp_path / "out")
+    assert texts(tmp_path / "out") == ["a", "a", "b", "c"]
+
+
+def test_nul_in_json_is_text_and_does_not_confuse_the_hash(tmp_path):
+    hashes = set()
+    for name, documents in {"one": ["a\0b"], "two": ["a", "b"]}.items():
+        source = write_jsonl(tmp_path / f"{name}.jsonl", documents)
+        train = write_jsonl(tmp_path / f"{name}_train.jsonl", ["c"])
+        hashes.add(make(train, tmp_path / name, validation=str(source))["validation"]["text"])
+        assert texts(tmp_path / name, "validation") == documents
+    assert len(hashes) == 2
