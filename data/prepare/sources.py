@@ -104,10 +104,8 @@ class Source:
             except Exception as error:  # each format, file system and network raises its own types
                 line = f" (line {self.line})" if self.files and get_file_type(place) == ".jsonl" else ""
                 problem = f"{place!r}, document {number}{line}: {type(error).__name__}: {error}"
-                if isinstance(error, OSError) and not error.errno and (kind := self.files and find_compression(place)):
-                    in_place, to_output = DECOMPRESS[kind]  # Arrow's errors have no number
-                    program = in_place if place.endswith(SUFFIXES[kind]) else to_output
-                    problem += f"; decompress it first: {program} {place!r}"
+                if self.files and isinstance(error, OSError) and not error.errno:  # Arrow's errors have no number
+                    problem += name_decompression(place)
                 raise self._error(problem) from None
             if changed:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
@@ -291,6 +289,15 @@ def find_compression(file: str) -> str | None:
     if kind := next((kind for mark, kind in NOT_TEXT.items() if start.startswith(mark)), None):
         raise ValueError(f"it is not text but {kind}; extract its text, or give it the name of its format")
     return next((kind for mark, kind in COMPRESSIONS.items() if start.startswith(mark)), None)
+
+
+def name_decompression(file: str) -> str:
+    """Return the remedy for a compressed text file that Arrow cannot read; "" for other files."""
+    kind = None if get_file_type(file) == ".parquet" else find_compression(file)
+    if kind is None:
+        return ""
+    in_place, to_output = DECOMPRESS[kind]
+    return f"; decompress it first: {in_place if file.endswith(SUFFIXES[kind]) else to_output} {file!r}"
 
 
 def open_text(file: str, errors: str) -> io.TextIOWrapper:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from data.prepare.sources import Source
 from docs import settings
 from runtime.config.parser import parse_config, parse_tool
 from runtime.config.schema import TrainConfig
@@ -266,7 +267,9 @@ def test_readme_leads_to_every_page():
         assert parent in linked and f"]({name}" in (ROOT / "docs" / parent).read_text()
 
 
-DATA_COMMANDS = commands(page("data"))
+# Commands that make a text to start with; the others get smaller texts from `folder`.
+MAKES_TEXT = [command for name in ("data", "using") for command in commands(page(name)) if "python -c" in command]
+DATA_COMMANDS = [command for command in commands(page("data")) if command not in MAKES_TEXT]
 assert len(DATA_COMMANDS) >= 5
 SHORT_TEXT = (
     "--steps 2 --schedule.warmup_steps 1 --schedule.decay_steps 1 --evaluation.num_samples 8 "
@@ -308,6 +311,23 @@ def test_command_of_data_page(command, folder):
         metadata = json.loads((folder / out / "metadata.json").read_text())
         documents = metadata["train"]["documents"]
         assert documents == 1 if "input.txt" in command else 40 < documents < 60
+
+
+def test_commands_make_the_texts_that_the_pages_prepare(tmp_path):
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    for name in ("model", "runtime"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in MAKES_TEXT:
+        shell(command, cwd=tmp_path)
+    made = {"input.txt": 1, "texts/*.jsonl": 100, "stories.txt": 2000, "answers.jsonl": 70}
+    sources = re.findall(r"data\.prepare --source '?([^' ]+\.\w+)'?", page("data") + page("using"))
+    assert made.keys() == {*sources}
+    for name, least in made.items():
+        separator = "<|endoftext|>\\n" if name == "stories.txt" else None
+        source = Source(str(tmp_path / name), document_separator=separator)
+        documents = "".join(text + "\0" * ends for text, ends in source).split("\0")[:-1]
+        assert len(documents) >= least and all(map(str.strip, documents)), name
+        assert len("".join(documents)) > 4000, name
 
 
 def test_settings_page_is_up_to_date():

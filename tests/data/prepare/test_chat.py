@@ -598,7 +598,7 @@ def test_prepare_counts_null_conversations_as_empty(tmp_path, row, places):
 def test_prepare_names_row_of_another_kind(tmp_path, kinds, found):
     forms = {"c": MESSAGES, "t": {"text": "Read me."}}
     source = write_rows(tmp_path / "rows.jsonl", [forms[kinds[0]], {"text": None}, forms[kinds[1]]])
-    with pytest.raises(ConfigError, match=f"document 3: .* in one source; this row is {found}"):
+    with pytest.raises(ConfigError, match=f"document 3 .line 3.: .* in one source; this row is {found}"):
         make(source, tmp_path / "out")
 
 
