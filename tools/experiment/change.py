@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from difflib import unified_diff
@@ -38,6 +38,9 @@ OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quoteP
 # The data are the baseline's, so that what its loader delivers can be trusted. The order of the training data may
 # change, because the evaluator counts the sequences of a whole run.
 DATA_FOLDER, ORDER_FILE = "data/", "data/sampler.py"
+ATTRIBUTES_FILE = ".gitattributes"  # with one, git would write the same blobs of other files differently
+SEED_WORDS = re.compile(r"seed|default_rng|RandomState|\bRandom\b")
+SEEDING_CALLS = {"manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"}
 PATCH_SUFFIXES = (".patch", ".diff")
 PRINTING_OPTIONS = ("--help", "-h", "--print_config")
 SETTINGS_LINE = "Settings:"  # begins a line above the first diff of a patch
@@ -57,6 +60,8 @@ class Idea:
     """Diff of the code from the base."""
     factors: dict[str, float] = field(default_factory=dict)
     """Of an arm: the factor on the value of each setting that --tune names."""
+    why: str = ""
+    """Why it may lower the loss: --note, the first line of a patch, or the subject of a commit."""
 
     @cached_property
     def key(self) -> str:
@@ -85,6 +90,19 @@ class Idea:
     def files(self) -> set[str]:
         """Files that the diff changes."""
         return {name for pair in re.findall(r"^diff --git a/(.*) b/(.*)$", self.diff, re.MULTILINE) for name in pair}
+
+    @property
+    def lines(self) -> dict[str, int] | None:
+        """Lines of code that the diff adds and removes, without tests; None if only settings change."""
+        if not self.diff:
+            return None
+        counts = Counter(line.sign for line in changed_lines(self.diff) if line.is_code and line.text.strip())
+        return {"added": counts["+"], "removed": counts["-"]}
+
+    @property
+    def lines_to_read(self) -> list[str]:
+        """Lines that the diff adds and that a reader should judge first; see `reasons_to_read`."""
+        return lines_to_read(self.diff)
 
 
 def idea_texts(arguments: Iterable[str]) -> list[str]:
@@ -127,39 +145,93 @@ def parse_idea(text: str) -> Idea:
             "`git init` and commit it in a folder of its own, or compare settings alone"
         )
     base, commit = resolve_commits(code)
+    why = ""
     if is_patch(path := expand_user_path("idea", code)):
         # The lines of a patch have the encoding of its files, but a byte order mark is before its first word.
         header = path.read_bytes().removeprefix(BOM_UTF8).partition(b"diff --git ")[0].decode(errors="replace")
         own = next((line for line in header.splitlines() if line.startswith(SETTINGS_LINE)), SETTINGS_LINE)
         settings = [*split_words(own.removeprefix(SETTINGS_LINE)), *settings]
+        why = first_line(header)
+    elif code != ".":
+        why = git("show", "--no-patch", "--format=%s", commit)
     if git("rev-parse", f"{base}^{{tree}}") == git("rev-parse", f"{commit}^{{tree}}"):
         what = "the working tree has no changes" if code == "." else f"{code!r} changes nothing"
         raise ConfigError(f"idea: {what} relative to {base[:12]}; there is nothing to compare")
     # As a patch that git can apply, whatever `git diff` is configured to print.
     diff = git("diff-tree", "-p", "--binary", "--full-index", "--find-renames", base, commit) + "\n"
-    idea = Idea(text, check_options(settings), base, diff)
-    if changed := data_changes(idea, base, commit):
-        raise ConfigError(
-            f"idea: {text!r} changes the data or the seeds in {', '.join(changed)}, so its losses would mean something "
-            f"else; only {ORDER_FILE} may change"
-        )
-    return idea
+    check_changes(text, base, commit)
+    return Idea(text, check_options(settings), base, diff, why=why)
 
 
-def data_changes(idea: Idea, base: str, commit: str) -> list[str]:
-    """Quote the first change in each file of `data/` but ORDER_FILE, and in the statements about seeds of all code."""
-    changed = []
-    for name in sorted(idea.files - {ORDER_FILE}):
-        lines, is_data = [source(at, name).splitlines() for at in (base, commit)], name.startswith(DATA_FOLDER)
-        if not is_data and name.endswith(".py") and not name.startswith("tests/"):
-            before, after = (seed_statements(source(at, name)) for at in (base, commit))
-            lines = [list((before - after).elements()), list((after - before).elements())]
-        elif not is_data:
-            continue
-        difference = (line for line in unified_diff(*lines, n=0) if not line.startswith(("--- \n", "+++ \n", "@@")))
-        if is_data or any(lines):
-            changed.append(f"{name} ({next(difference, 'no line of text')})")
-    return changed
+def first_line(header: str) -> str:
+    """Return the first line of the text above the diff of a patch, or the subject of one by `git format-patch`."""
+    lines = [line.strip() for line in header.splitlines()]
+    subjects = [line.removeprefix("Subject:").strip() for line in lines if line.startswith("Subject:")]
+    notes = [line for line in lines if line and not line.startswith((SETTINGS_LINE, "From ", "---"))]
+    return re.sub(r"^\[PATCH[^]]*\] *", "", next(iter([*subjects, *notes]), ""))
+
+
+def check_changes(text: str, base: str, commit: str) -> None:
+    """Raise ConfigError if the losses of changed code would mean something else, with what to write instead.
+
+    The data must be the baseline's, except for ORDER_FILE. Random numbers must come from the seed of a run.
+    """
+    # By blobs, whatever a diff would show: renamed files are listed by both names, and no name is escaped.
+    names = git("diff-tree", "-r", "-z", "--no-renames", "--name-only", base, commit).split("\0")
+    for name in filter(None, names):
+        problem = ""
+        if Path(name).name == ATTRIBUTES_FILE:
+            problem = "which decides the bytes that git writes for other files; leave it out"
+        elif name.startswith(DATA_FOLDER) and name != ORDER_FILE:
+            problem = f"so its losses would mean something else; of {DATA_FOLDER} an idea may change only {ORDER_FILE}"
+        elif name.endswith(".py") and not name.startswith("tests/") and name != ORDER_FILE:
+            before, after = (seed_statements(source(one, name)) for one in (base, commit))
+            problem = seed_problem(before, after, is_model=name.startswith("model/"))
+        if problem:
+            raise ConfigError(f"idea: {text!r} changes {name}, {problem}")
+
+
+def seed_problem(before: Counter[str], after: Counter[str], is_model: bool) -> str:
+    """Describe a changed statement by which all runs could have one seed, chosen for its luck; "" if there is none.
+
+    A model may need fewer random numbers than before.
+    """
+    for statement in after - before:
+        if sets_constant_seed(statement):
+            instead = 'derive_seed(torch.initial_seed(), "NAME") of model/seeds.py, or config.seed outside of model/'
+            return f"where `{statement}` gives all runs the same random numbers; write {instead}"
+    lost = [statement for statement in before - after if "manual_seed" in statement]
+    if lost and not is_model and len(after - before) < len(before - after):
+        return f"where `{lost[0]}` is missing, so random numbers would not be those of the run's seed; keep that line"
+    return ""
+
+
+def sets_constant_seed(statement: str) -> bool:
+    """Return whether a statement gives a generator, or a name with `seed` in it, a value without any variable."""
+    try:
+        tree = ast.parse(statement.removesuffix(":") + (": pass" if statement.endswith(":") else ""))
+    except SyntaxError:  # such as `else:` alone
+        return False
+    values: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in SEEDING_CALLS:
+                values.append(ast.Tuple([*node.args, *(keyword.value for keyword in node.keywords)], ast.Load()))
+            values += [keyword.value for keyword in node.keywords if "seed" in (keyword.arg or "")]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any("seed" in ast.unparse(target) for target in targets):
+                values.append(node.value)
+    return any(is_constant(value) for value in values)
+
+
+def is_constant(value: ast.AST) -> bool:
+    """Return whether an expression reads no variable: the names of what it calls do not count, initial_seed() does."""
+    called = {id(part) for node in ast.walk(value) if isinstance(node, ast.Call) for part in ast.walk(node.func)}
+    calls = [ast.unparse(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)]
+    names = [node for node in ast.walk(value) if isinstance(node, ast.Name) and id(node) not in called]
+    return not names and not any(call.endswith("initial_seed") for call in calls)
 
 
 def source(commit: str, file: str) -> str:
@@ -172,7 +244,7 @@ def source(commit: str, file: str) -> str:
 
 @cache  # the patches of a folder have the same base
 def seed_statements(text: str) -> Counter[str]:
-    """Count the lines of Python code that mention a seed, without comments and docstrings."""
+    """Count the lines of Python code that mention a seed or a generator, without comments and docstrings."""
     try:
         tree = ast.parse(text)
     except SyntaxError:  # a run of it will fail
@@ -181,7 +253,7 @@ def seed_statements(text: str) -> Counter[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # such as a docstring
                 child.value.value = ""
-    return Counter(line.strip() for line in ast.unparse(tree).splitlines() if "seed" in line)
+    return Counter(line.strip() for line in ast.unparse(tree).splitlines() if SEED_WORDS.search(line))
 
 
 def arms(idea: Idea, grid: Mapping[str, Sequence[float]]) -> list[Idea]:
@@ -203,6 +275,78 @@ def check_options(words: list[str]) -> list[str]:
         if word.partition("=")[0] in (*PER_RUN_OPTIONS, *PRINTING_OPTIONS):
             raise ConfigError(f"idea: {word} is set for each run, or prints something; leave it out")
     return words
+
+
+@dataclass(frozen=True)
+class ChangedLine:
+    """A line that a diff adds or removes."""
+
+    file: str
+    number: int
+    """In the new file; of a removed line, where it was."""
+    sign: str
+    """"+" or "-"."""
+    text: str
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it can change what a run does: neither of the tests nor of a page."""
+        return not self.file.startswith(("tests/", "docs/")) and not self.file.endswith(".md")
+
+
+def changed_lines(diff: str) -> Iterator[ChangedLine]:
+    """Yield the lines that a diff adds and removes."""
+    file, number, left = "", 0, [0, 0]
+    for line in diff.splitlines():
+        if found := re.match(r"^@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", line):
+            number, left = int(found[2]), [int(found[1] or 1), int(found[3] or 1)]
+        elif any(left):  # inside of a hunk, where a line such as "+++ b/x" is content
+            sign, text = line[:1] or " ", line[1:]
+            if sign in ("+", "-"):
+                yield ChangedLine(file, number, sign, text)
+            if sign == "\\":
+                continue
+            left = [left[0] - (sign != "+"), left[1] - (sign != "-")]
+            number += sign != "-"
+        elif found := re.match(r"^diff --git .* b/(.*)$", line):
+            file = found[1]
+
+
+# What changed code can do besides computing, and words of Python that do it. A reader judges these lines first. Code
+# that hides what it does is not found, so `hidden` names the words by which it would.
+REASONS_TO_READ = {
+    "files": r"\b(open|Path|shutil|tempfile|pickle|glob|mmap|read_text|read_bytes|write_text|write_bytes|memmap)\b"
+    r"|\b(torch|np|numpy)\.(load|save|fromfile|savez)\b|\b(safetensors|load_file|save_file|torch\.hub)\b",
+    "processes": r"\b(subprocess|multiprocessing|threading|concurrent|asyncio|socket|signal|atexit|fork|Popen|Thread)\b",
+    "environment": r"\b(os|sys|platform|environ|getenv|argv|ctypes|socket|urllib|requests|http)\b",
+    "time": r"\b(time|datetime|perf_counter|monotonic)\b",
+    "data": r"(?<!utils\.)\b(data|load_corpus|load_batch|StoriesDataset|TextDataset|global_batches)\b",
+    "harness": r"variant_program|evaluator|experiment|is_grad_enabled|\.training\b|\b(seed|manual_seed|initial_seed)\b",
+    "hidden": r"\b(exec|eval|compile|getattr|setattr|globals|vars|__(?!init__)\w+__|importlib|inspect|gc|codecs|base64|zlib)\b"
+    r"|\\x[0-9a-f]{2}",
+}
+MAX_LINE = 120  # characters of a line to read
+
+
+def lines_to_read(diff: str) -> list[str]:
+    """Return the lines that a diff adds and that touch what REASONS_TO_READ names, as "FILE:LINE: REASONS: TEXT".
+
+    A changed file that is not Python, and one whose content a diff does not show, is listed as a whole.
+    """
+    found: list[str] = []
+    for line in changed_lines(diff):
+        text = line.text.strip()
+        if line.sign == "+" and line.is_code and text and not text.startswith("#"):
+            reasons = [name for name, words in REASONS_TO_READ.items() if re.search(words, text)]
+            if not line.file.endswith(".py"):
+                reasons = ["not Python"]
+            if reasons:
+                found.append(f"{line.file}:{line.number}: {', '.join(reasons)}: {text[:MAX_LINE]}")
+    for part in re.split(r"^(?=diff --git )", diff, flags=re.MULTILINE):
+        name = re.match(r"diff --git .* b/(.*)", part)
+        if name and re.search(r"^(GIT binary patch|new file mode 120000|new mode)", part, re.MULTILINE):
+            found.append(f"{name[1]}: binary, link or mode")
+    return found
 
 
 def is_patch(file: Path) -> bool:

@@ -71,7 +71,11 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     """Race the ideas of a command and return the result as lines."""
     if not config.ideas:
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
+    if config.note is not None and len(idea_texts(config.ideas)) > 1:
+        raise ConfigError("note: is for a single idea; write it above the first diff of each patch")
     named = {text: parse_idea(text) for text in idea_texts(config.ideas) if text in config.ideas}
+    if config.note is not None:
+        named = {text: replace(idea, why=config.note) for text, idea in named.items()}
     baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
     running = Race(config, recipe, baseline, named, jobs)
     with running.recorded():

@@ -189,8 +189,9 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
 
 
 def describe_arm(idea: Idea) -> dict[str, Any]:
-    """Return of which idea an arm of a tuned race is one, and its factors; of another idea, itself and none."""
-    return {"arm_of": idea.text or "baseline", "factors": idea.factors, "edge": None}
+    """Return what an idea is: why, how many lines of code, what to read; of which idea it is an arm, and its factors."""
+    change = {"why": idea.why, "lines": idea.lines, "lines_to_read": idea.lines_to_read}
+    return {"arm_of": idea.text or "baseline", "factors": idea.factors, "edge": None} | change
 
 
 def group_arms(ideas: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -328,11 +329,16 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     lines += [sentence(idea, entry, race) for idea in entry["ideas"] if idea["verdict"] == "better"]
     if len(entry["ideas"]) == 1 and entry["ideas"][0]["verdict"] != "better":
         lines.append(sentence(entry["ideas"][0], entry, race))
-    table = [["idea", race["compared"], "95% interval", "verdict", "q", "runs", "failed", *COSTS]]
+    changes_code = any(idea["lines"] for idea in entry["ideas"])
+    table = [
+        ["idea", race["compared"], "95% interval", *["lines"] * changes_code, "verdict", "q", "runs", "failed", *COSTS]
+    ]
     seen: set[str] = set()
     for idea in entry["ideas"]:
         costs = [number(idea[name]) for name in COSTS]
-        known = [percent(idea["effect"]), interval(idea), verdict_text(idea), number(idea["q"], ".2g")]
+        size = "+{added} -{removed}".format(**idea["lines"]) if idea["lines"] else "-"
+        known = [percent(idea["effect"]), interval(idea), *[size] * changes_code]
+        known += [verdict_text(idea), number(idea["q"], ".2g")]
         is_best_arm = idea["arm_of"] not in seen
         name = idea["idea"] if is_best_arm else f"    {idea['idea'].removeprefix(idea['arm_of']).strip()}"
         seen.add(idea["arm_of"])
@@ -345,6 +351,10 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
             has_failed = idea["runs"] and idea["verdict"] != "withdrawn"
             lines.append(f"{'failed' if has_failed else 'out'}: {idea['idea']}: {idea['message']}")
         lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]
+    best_arms = {idea["arm_of"]: idea for idea in reversed(entry["ideas"])}
+    for name, idea in best_arms.items():
+        lines += [f"why: {name}: {idea['why']}"] if idea["why"] else []
+        lines += [f"read: {name}: {line}" for line in idea["lines_to_read"]]
     return lines
 
 

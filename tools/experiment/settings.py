@@ -110,6 +110,10 @@ class ExperimentConfig(TunedConfig):
     both have a --help of their own.
     """
 
+    note: str | None = None
+    """Why the idea may lower the loss, for the report, if the command has one idea. A patch has it in its first line,
+    above its diff, and a branch in the subject of its last commit. null: nothing else."""
+
     runs: PositiveInt | None = None
     """Runs of the race, those of earlier commands included. null: 8 for each idea and 40 more, or as many as the
     minutes allow."""

@@ -155,29 +155,155 @@ def test_patches_are_merged_or_conflict(repository, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "listed"),
+    ("file", "line", "problem"),
     [
-        ("data/text.py", "x = 1", True),
-        ("data/sampler.py", "seed = 1", False),
-        ("trainer/evaluation.py", "x = 1", False),
-        ("train.py", "torch.manual_seed(0)", True),
-        ("model/gpt.py", "x = 1", False),
-        ("model/gpt.py", '"""A docstring\n\nof seeds."""\nx = 1  # no seed', False),
-        ("docs/seeds.md", "seed", False),
-        ("tests/data/test_x.py", "seed = 1", False),
+        ("data/text.py", "x = 1", "its losses would mean something else"),
+        ('data/"odd"\n.py', "x = 1", "its losses would mean something else"),
+        ("data/sampler.py", "seed = 1", None),
+        ("trainer/evaluation.py", "x = 1", None),
+        ("model/gpt.py", "x = 1", None),
+        ("model/gpt.py", '"""A docstring\n\nof seeds."""\nx = 1  # no seed', None),
+        ("docs/seeds.md", "seed", None),
+        ("tests/data/test_x.py", "seed = 1", None),
+        (".gitattributes", "data/*.py working-tree-encoding=UTF-16", "decides the bytes"),
+        ("data/.gitattributes", "*.py eol=crlf", "decides the bytes"),
     ],
 )
-def test_data_files_of_change(file, line, listed, repository):
+def test_data_files_of_change(file, line, problem, repository):
     path = repository.root / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(line + "\n")
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
-    if not listed:
+    if not problem:
         assert parse_idea("HEAD").files == {file}
         return
-    with pytest.raises(ConfigError, match=re.escape(f"changes the data or the seeds in {file} (+{line})")):
+    with pytest.raises(ConfigError, match=problem) as error:
         parse_idea("HEAD")
+    assert f"changes {file}, " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("torch.manual_seed(0)", True),
+        ("generator.manual_seed(int('7'))", True),
+        ("seed = 7", True),
+        ("seed: int = derive_seed(7, 'mine')", True),
+        ("x = torch.rand(3, generator=make(seed=3))", True),
+        ("for x in draw(seed=3):", True),
+        ("rng = numpy.random.default_rng(3)", True),
+        ("from model.seeds import derive_seed", False),
+        ("generator.manual_seed(derive_seed(torch.initial_seed(), 'mine', name))", False),
+        ("seed = derive_seed(config.seed, 'mine', step)", False),
+        ("torch.manual_seed(config.seed)", False),
+        ("    def forward(self, x, seed):", False),
+        ("rng = numpy.random.default_rng(seed)", False),
+    ],
+)
+@pytest.mark.parametrize("file", ["model/gpt.py", "train.py"])
+def test_seeds_of_changed_code_are_those_of_the_run(line, is_refused, file, repository):
+    """derive_seed, which docs/forking_reference.md recommends, is accepted; a constant is refused with a remedy."""
+    path = repository.root / file
+    path.parent.mkdir(exist_ok=True)
+    body = "pass" if line.endswith(":") else ""
+    path.write_text(f"if True:\n    {line.strip()} {body}\n")
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "x")
+    if is_refused:
+        remedy = r"gives all runs the same random numbers; write derive_seed\(torch.initial_seed\(\), \"NAME\"\)"
+        with pytest.raises(ConfigError, match=f"changes {file}, where .*{remedy}"):
+            parse_idea("HEAD")
+    else:
+        assert parse_idea("HEAD").files == {file}
+
+
+@pytest.mark.parametrize("file", ["model/gpt.py", "train.py"])
+def test_seeding_may_be_removed_from_a_model_alone(file, repository):
+    path = repository.root / file
+    path.parent.mkdir(exist_ok=True)
+    for text in ("torch.manual_seed(config.seed)\nx = 1\n", "x = 1\n"):
+        path.write_text(text)
+        repository("add", ".")
+        repository("commit", "--quiet", "--message", "x")
+    if file == "train.py":
+        with pytest.raises(ConfigError, match="`torch.manual_seed.config.seed.` is missing"):
+            parse_idea("HEAD")
+    else:
+        assert parse_idea("HEAD").lines == {"added": 0, "removed": 1}
+
+
+LINES = {
+    "x = x + self.bias": "",
+    "# open(file)": "",
+    "": "",
+    "with open(file) as opened:": "files",
+    "state = torch.load(name)": "files",
+    "import subprocess": "processes",
+    "if 'resolve' in sys.argv:": "environment",
+    "start = perf_counter()": "time",
+    "from data.corpus import load_corpus": "data",
+    "from torch.utils.data import Subset": "",
+    "if torch.is_grad_enabled():": "harness",
+    "if not self.training:": "harness",
+    "generator.manual_seed(derive_seed(torch.initial_seed(), 'mine'))": "harness",
+    "getattr(torch, name)()": "hidden",
+    "super().__init__()": "",
+    "functional.cross_entropy.__wrapped__ = f": "hidden",
+}
+
+
+def test_lines_to_read_of_change(repository):
+    """Added code that touches more than tensors, with its place and the reason; what a diff does not show, as a whole."""
+    files = {
+        name: repository.root / name for name in ("model.py", "tests/test_x.py", "notes.md", "new.bin", "conf.yaml")
+    }
+    for file in files.values():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("import os\n")
+    files["model.py"].write_text("\n".join(LINES) + "\n")
+    files["new.bin"].write_bytes(bytes(range(256)))
+    (repository.root / "link.py").symlink_to("model.py")
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "x")
+    found = parse_idea("HEAD").lines_to_read
+    expected = [
+        f"model.py:{number}: {reason}: {text}" for number, (text, reason) in enumerate(LINES.items(), 1) if reason
+    ]
+    assert [line for line in found if line.startswith("model.py")] == expected
+    others = [line for line in found if not line.startswith("model.py")]
+    assert "conf.yaml:1: not Python: import os" in others and "new.bin: binary, link or mode" in others
+    assert "link.py: binary, link or mode" in others and not [
+        line for line in others if "tests" in line or "notes" in line
+    ]
+
+
+def test_lines_of_hunks_may_look_like_headers():
+    """A removed line of SQL, or an added one of C, is content."""
+    diff = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -4,2 +4,2 @@\n--- a/y.py\n+++ os\n x\n"
+    assert [(line.file, line.number, line.sign, line.text) for line in change.changed_lines(diff)] == [
+        ("x.py", 4, "-", "-- a/y.py"),
+        ("x.py", 4, "+", "++ os"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ("", ""),
+        ("Less noise in the gradient.\n\nSettings: --x 1\n", "Less noise in the gradient."),
+        ("Settings: --x 1\nLess noise.\n", "Less noise."),
+        ("From 1234 Mon Sep 17\nFrom: me <x@y>\nSubject: [PATCH 1/2] Less noise\n\nMore.\n---\n", "Less noise"),
+    ],
+)
+def test_why_of_patch_is_its_first_line(header, why, repository, tmp_path):
+    (repository.root / "train.py").write_text("print('a')\nprint('b')\n")
+    patch = tmp_path / "a.patch"
+    patch.write_text(header + repository("diff"))
+    repository("checkout", "--quiet", "train.py")
+    found = parse_idea(str(patch))
+    assert found.why == why and found.lines == {"added": 2, "removed": 1}
+    assert parse_idea("other").why == "mine" and parse_idea("--x 1").lines is None
 
 
 def test_data_file_moved_elsewhere_is_listed(repository):
@@ -186,7 +312,7 @@ def test_data_file_moved_elsewhere_is_listed(repository):
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     repository("mv", "data/text.py", "text.py")
-    with pytest.raises(ConfigError, match=r"changes the data or the seeds in data/text.py \(-x = 1\)"):
+    with pytest.raises(ConfigError, match="changes data/text.py, so its losses"):
         parse_idea(".")
 
 
