@@ -189,7 +189,7 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
 
 
 def describe_arm(idea: Idea) -> dict[str, Any]:
-    """Return what an idea is: why, how many lines of code, what to read; of which idea it is an arm, and its factors."""
+    """Return why an idea may help, its lines of code and those to read; of which idea it is an arm, and its factors."""
     change = {"why": idea.why, "lines": idea.lines, "lines_to_read": idea.lines_to_read}
     return {"arm_of": idea.text or "baseline", "factors": idea.factors, "edge": None} | change
 
