@@ -22,7 +22,7 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
-from runtime.config.errors import ConfigError
+from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
 from runtime.files import read_user_text, temporary_folder
 from tools.experiment.settings import PER_RUN_OPTIONS
@@ -317,13 +317,13 @@ def changed_lines(diff: str) -> Iterator[ChangedLine]:
 REASONS_TO_READ = {
     "files": r"\b(open|Path|shutil|tempfile|pickle|glob|mmap|read_text|read_bytes|write_text|write_bytes|memmap)\b"
     r"|\b(torch|np|numpy)\.(load|save|fromfile|savez)\b|\b(safetensors|load_file|save_file|torch\.hub)\b",
-    "processes": r"\b(subprocess|multiprocessing|threading|concurrent|asyncio|socket|signal|atexit|fork|Popen|Thread)\b",
+    "processes": r"\b(subprocess|multiprocessing|threading|concurrent|asyncio|signal|atexit|fork|Popen|Thread)\b",
     "environment": r"\b(os|sys|platform|environ|getenv|argv|ctypes|socket|urllib|requests|http)\b",
     "time": r"\b(time|datetime|perf_counter|monotonic)\b",
     "data": r"(?<!utils\.)\b(data|load_corpus|load_batch|StoriesDataset|TextDataset|global_batches)\b",
     "harness": r"variant_program|evaluator|experiment|is_grad_enabled|\.training\b|\b(seed|manual_seed|initial_seed)\b",
-    "hidden": r"\b(exec|eval|compile|getattr|setattr|globals|vars|__(?!init__)\w+__|importlib|inspect|gc|codecs|base64|zlib)\b"
-    r"|\\x[0-9a-f]{2}",
+    "hidden": r"\b(exec|eval|compile|getattr|setattr|globals|vars|__(?!init__)\w+__|importlib|inspect|gc)\b"
+    r"|\b(codecs|base64|zlib)\b|\\x[0-9a-f]{2}",
 }
 MAX_LINE = 120  # characters of a line to read
 
@@ -437,8 +437,30 @@ class Checkouts(ExitStack):
             index = {"GIT_INDEX_FILE": f"{folder}.index"}
             git("read-tree", str(commit), **index)
             git("checkout-index", "--all", f"--prefix={folder}/", **index)
+            HASHES_OF_CHECKOUTS[folder] = file_hashes(folder)
+            for file in HASHES_OF_CHECKOUTS[folder]:
+                (folder / file).chmod((folder / file).stat().st_mode & ~0o222)
             self.folders[commit] = folder
         return self.folders[commit]
+
+
+HASHES_OF_CHECKOUTS: dict[Path, dict[str, str]] = {}  # in the memory of this process, which no run can write
+
+
+def check_checkout(folder: Path) -> None:
+    """Raise RunError if a file of a checkout is not what git wrote; the code of an idea may have changed it."""
+    hashes = HASHES_OF_CHECKOUTS.get(folder)  # None: this is not a checkout, but the folder of the user
+    if hashes is not None and (changed := sorted(dict(hashes.items() ^ file_hashes(folder).items()))):
+        raise RunError(
+            f"{folder / changed[0]}: the code has changed since it was checked out, perhaps by the code of an idea; "
+            "read the ideas, then run the same command again"
+        )
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of each file in a folder, by its name; Python's own copies of compiled code do not count."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def git(*arguments: str, **environment: str) -> str:

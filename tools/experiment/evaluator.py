@@ -11,11 +11,11 @@ evaluated here in the same way, in float32 (on a GPU in its own arithmetic). Fiv
    sequences everything behind a random position is replaced, and nothing before it may change.
 3. Scoring changes nothing and does not depend on order: all sequences are scored twice, in two processes, in different
    orders and batches.
-4. The data that trained are those that the baseline's loader delivered: its `data/` is in every variant, and what it
-   delivered is counted there, not in the model.
+4. A run reads the sequences of its batches, and the validation set as often as it evaluates: the baseline's `data/` is
+   in every variant, and what its data sets return is recorded there, for whatever purpose it is read.
 5. The checkpoint is the one whose hash was noted when the run ended.
 
-Code that runs under the same account can defeat any check: read the diff of what you adopt.
+A check can be evaded by code that knows it: the report lists the lines to read first (`lines_to_read` in change.py).
 """
 
 import copy
@@ -37,13 +37,13 @@ from safetensors import torch as safetensors
 from torch import Tensor
 from torch.utils.data import Subset
 
+from tools.experiment import sandbox
 from tools.experiment.variant_program import hash_sequences
 
 LOGIT_BYTES = 2**28  # maximum size of the logits of a batch
 HASHED_AT_ONCE = 256  # sequences
 # Differences between the two evaluations of a log-probability, in nats: rounding in another batch is below these.
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 1e-2, 1e-4
-READ_AHEAD = 64  # sequences that a process may have read and not trained on when a session stops (data/loader.py)
 PROGRAM = Path(__file__).with_name("variant_program.py")
 
 
@@ -54,10 +54,14 @@ class Crash(Exception):
 class Model:
     """A process of a variant's code that computes logits."""
 
-    def __init__(self, code: str):
+    def __init__(self, code: str, hidden: Sequence[str] = (), runs: Sequence[str] = ()):
+        """Start the process; with hidden folders, in a sandbox in which it sees its code and these runs alone."""
         self.connection, theirs = Pipe()
+        command = [sys.executable, str(PROGRAM), code, "logits", str(theirs.fileno())]
+        if hidden:
+            command = sandbox.command(command, map(Path, hidden), map(Path, [code, *runs]), network=False)
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), code, "logits", str(theirs.fileno())],
+            command,
             pass_fds=[theirs.fileno()],
             stdout=sys.stderr,
             stderr=subprocess.PIPE,
@@ -166,25 +170,45 @@ class Data:
         return [self.hash_by_index[index] for index in indices]
 
     def surplus_sequences(self, config: Any, num_sessions: int, num_processes: int, delivered: np.ndarray) -> str:
-        """Describe the sequences that were read for training but are not in the batches of a run; "" if there are none.
+        """Describe what a run read besides the sequences of its batches and its validation set; "" if nothing.
+
+        The sequences of its batches may be read more often, for example for statistics before the first step; what is
+        computed from them is in the seconds of the run. The validation set may be read once for each evaluation, and
+        once to count its bytes.
 
         Args:
             config: the settings of the run.
-            num_sessions: how often its training was started. Each start runs a batch without an update, and a stop may
-                leave some unused.
+            num_sessions: how often its training was started; each may begin with an evaluation.
             num_processes: of the run.
             delivered: hashes, int64 [n], from variant_program.py.
         """
         if not len(delivered):
-            return "none of its training data were read by the loader, so they cannot be compared"
+            return "none of its training data were read from its data sets, so they cannot be compared"
+        from trainer.schedule import is_due
+
         order = self.corpus.global_batches(config)
         indices = [index for step in range(config.steps) for index in order.indices(step)]
-        expected = Counter(self.hash_training_sequences(indices))
-        surplus = Counter(delivered.tolist()) - expected
-        allowed = num_sessions * config.global_batch_size + (num_sessions - 1) * READ_AHEAD * num_processes
-        if surplus.keys() <= expected.keys() and surplus.total() <= allowed:
+        read, expected = Counter(delivered.tolist()), set(self.hash_training_sequences(indices))
+        others = Counter({sequence: count for sequence, count in read.items() if sequence not in expected})
+        unknown = sum(count for sequence, count in others.items() if sequence not in self.validation_hashes)
+        if unknown:
+            return f"{unknown:,} of the {len(delivered):,} sequences that it read are not in its batches"
+        if not others:
             return ""
-        return f"{surplus.total():,} of the {len(delivered):,} sequences read for training are not in its batches"
+        num_readings = sum(is_due(config.evaluation.every, config, step) for step in range(config.steps + 1))
+        num_readings += num_sessions - 1 + (config.data.source == "text") * num_sessions * num_processes
+        padding = (num_processes - 1) * config.evaluation.micro_batch_size  # of processes without a batch
+        size = len(self.corpus.validation) + padding
+        if others.total() <= num_readings * size:
+            return ""
+        return f"{others.total():,} sequences of the validation set were read, more than its evaluations need"
+
+    @functools.cached_property
+    def validation_hashes(self) -> set[int]:
+        """Hashes of the sequences on which the runs evaluate."""
+        validation: Any = self.corpus.validation
+        batches = load_batches(validation, range(len(validation or ())), HASHED_AT_ONCE)
+        return {found for _, batch in batches for found in hash_sequences(batch["input_ids"]).tolist()}
 
     # Evaluation
 
@@ -265,7 +289,8 @@ def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, D
                 loaded[key] = Data(config, request["test_seed"])
             data = loaded[key]
             check_manifests(request["manifests"])
-            models = [model or Model(code) for model in models]
+            runs = [one["run"] for one in requests]
+            models = [model or Model(code, request.get("hidden", []), runs) for model in models]
             results: list[Any] = []
             for model, evaluation in zip(models, (data.first_evaluation, data.second_evaluation), strict=True):
                 assert model is not None, "started above"

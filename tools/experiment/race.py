@@ -25,7 +25,7 @@ from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
 from runtime.files import lock, open_no_link, write_atomically
 from runtime.json_objects import parse_object
-from tools.experiment import change, report, verdicts
+from tools.experiment import change, report, sandbox, verdicts
 from tools.experiment.change import Checkouts, Idea, head_commit, idea_texts, is_patch, parse_idea, split_words
 from tools.experiment.record import RECORD_VERSION, Record, Round, describe
 from tools.experiment.runs import Next, Runs, runs_of
@@ -74,6 +74,8 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     if config.note is not None and len(idea_texts(config.ideas)) > 1:
         raise ConfigError("note: is for a single idea; write it above the first diff of each patch")
     named = {text: parse_idea(text) for text in idea_texts(config.ideas) if text in config.ideas}
+    if any(idea.diff for idea in named.values()) and (problem := sandbox.problem()):
+        print(f"the code of ideas runs without a sandbox, read it first: {problem}", file=sys.stderr)
     if config.note is not None:
         named = {text: replace(idea, why=config.note) for text, idea in named.items()}
     baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
@@ -152,7 +154,8 @@ def open_experiment(folder: Path, checkouts: Checkouts, name: str) -> int:
     locked.flush()
     file = folder / "experiment.json"
     if not file.exists():
-        write_atomically(file, json.dumps({"version": RECORD_VERSION, "test_seed": secrets.randbits(62)}) + "\n")
+        secret = {"test_seed": secrets.randbits(62), "key": secrets.token_hex(16)}
+        write_atomically(file, json.dumps({"version": RECORD_VERSION} | secret) + "\n")
     return parse_object(file.read_bytes())["test_seed"]
 
 

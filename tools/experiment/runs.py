@@ -3,6 +3,7 @@
 A run is a variant and a seed, and its name has both, so the same command resumes and another one uses what is there.
 """
 
+import hmac
 import json
 import math
 import shutil
@@ -19,8 +20,16 @@ from typing import Any, Literal
 from runtime.config.errors import RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
-from tools.experiment.change import ROOT
-from tools.experiment.variant import Variant, delivered_file, describe_error, last_error, scale_steps
+from tools.experiment import sandbox
+from tools.experiment.change import ROOT, check_checkout
+from tools.experiment.variant import (
+    Variant,
+    delivered_file,
+    describe_error,
+    hidden_checkouts,
+    last_error,
+    scale_steps,
+)
 from tools.experiment.verdicts import Group
 from tools.jobs.program import ask
 from tools.jobs.runner import Job, JobRunner
@@ -28,6 +37,7 @@ from trainer.run.directory import Run
 
 # Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
 BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}
+BATCH_SETTINGS |= {"evaluation.every"}
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
 SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS, EVERY_SEED = range(5000), range(5000, 2**63), range(2**63)
 EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
@@ -96,6 +106,7 @@ class Runs:
     def __init__(self, folder: Path, baseline: Variant, jobs: JobRunner, test_seed: int, metric: str | None = None):
         self.folder, self.baseline, self.jobs = folder, baseline, jobs
         self.test_seed, self.metric = test_seed, metric
+        self.key = read_key(folder)
         self.results = read_results(folder)
         self.pending: dict[str, Planned] = {}
         """Runs that are planned, in training or not evaluated yet, by name."""
@@ -214,6 +225,8 @@ class Runs:
 
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned
+        for code in {variant.code, self.baseline.code}:
+            check_checkout(code)
         job = variant.job(self.folder, seed)
         is_lost = job.is_finished() and not job.run.checkpoints.exists()
         if (is_lost or not is_recorded(job, variant)) and not job.run.is_locked():  # train it from the start
@@ -287,7 +300,9 @@ class Runs:
                 end = file.tell()
                 file.seek(max(0, end - 1))
                 is_torn = file.read() not in (b"", b"\n")  # a killed process may leave a part of a line
-                file.write(b"\n" * is_torn + json.dumps(asdict(result)).encode() + b"\n")
+                row = asdict(result)
+                row["signature"] = signature(row, self.key)
+                file.write(b"\n" * is_torn + json.dumps(row).encode() + b"\n")
             self.results[result.run] = result
             if not result.is_stopped:
                 shutil.rmtree(self.folder / "runs" / result.run / "checkpoints", ignore_errors=True)
@@ -325,6 +340,8 @@ class Runs:
         if not ended:
             return []
         ended = sorted(ended, key=lambda pair: pair[1]["code"])  # each code is imported once
+        for code in {self.baseline.code, *(Path(request["code"]) for _, request in ended)}:
+            check_checkout(code)
         requests = [request for _, request in ended]
         answers = run_evaluator(self.baseline.code, requests, lambda: bool(self.jobs.signal), self._evaluation_limit)
         results = []
@@ -366,6 +383,7 @@ class Runs:
         manifests = {str(file): sha256(file) for file in sorted(job.run.checkpoints.glob("step-*/manifest.json"))}
         return {
             "code": str(variant.code),
+            "hidden": hidden_folders(self.folder, variant),
             "run": str(job.run.path),
             "config": str(self.baseline.config_file(self.folder)),
             "settings": settings,
@@ -375,6 +393,13 @@ class Runs:
             "sessions": self._spent(job).sessions,
             "processes": variant.launch.processes or 1,
         }
+
+
+def hidden_folders(folder: Path, variant: Variant) -> list[str]:
+    """Return the folders that the code of a variant must not see while it is evaluated; [] without a sandbox."""
+    if not variant.changes_code or sandbox.problem():
+        return []
+    return [str(hidden) for hidden in (folder, *hidden_checkouts(variant.code))]
 
 
 def run_evaluator(
@@ -442,16 +467,33 @@ def group_of(runs: Iterable[Result]) -> Group:
     return Group([run.value for run in runs if not run.failure], sum(bool(run.failure) for run in runs))
 
 
+def read_key(folder: Path) -> str:
+    """Return the key by which the runner signs the rows of an experiment; "" if it was begun without one."""
+    try:
+        return parse_object((folder / "experiment.json").read_bytes()).get("key", "")
+    except (OSError, ValueError):
+        return ""
+
+
+def signature(row: Mapping[str, Any], key: str) -> str:
+    """Return a keyed hash of a row, without its signature."""
+    content = json.dumps({name: value for name, value in row.items() if name != "signature"}, sort_keys=True)
+    return hmac.digest(key.encode(), content.encode(), "sha256").hex()[:32]
+
+
 def read_results(folder: Path) -> dict[str, Result]:
-    """Read results.jsonl, by the name of the run; a damaged line is skipped."""
-    results = {}
+    """Read results.jsonl, by the name of the run; a line that is damaged or that the runner did not sign is skipped."""
+    results, key = {}, read_key(folder)
     try:
         lines = (folder / "results.jsonl").read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return {}
     for number, line in enumerate(lines, start=1):
         try:
-            result = from_json(parse_object(line), Result)
+            row = parse_object(line)
+            if key and not hmac.compare_digest(str(row.get("signature")), signature(row, key)):
+                raise ValueError("tools.experiment did not write it")
+            result = from_json(row, Result)
             if not (result.failure or result.is_stopped or result.seed == TIMING_SEED):
                 _ = result.value  # which must exist
         except (ValueError, TypeError) as error:

@@ -27,7 +27,7 @@ from runtime.config.yaml_files import read_yaml
 from runtime.files import sha256 as hash_file
 from runtime.files import write_once
 from runtime.json_objects import parse_object
-from tools.experiment import change
+from tools.experiment import change, sandbox
 from tools.experiment.change import Checkouts, Idea
 from tools.jobs.launch import Launch
 from tools.jobs.program import ask
@@ -120,14 +120,23 @@ class Variant:
         program = [str(PROGRAM), str(self.code), "train", str(delivered_file(run))]
         words = ["--config", str(self.config_file(folder)), "--seed", str(seed)]
         words += ["--name", run.path.name, "--out_dir", str(run.path.parent)]
+        command = [*self.launch.command, *program, *words]
         if self.changes_code:  # what worker processes read would not be recorded
-            words += ["--data.num_workers", "0"]
-        return Job(run, self.steps, (*self.launch.command, *program, *words))
+            command += ["--data.num_workers", "0"]
+            if not sandbox.problem():
+                kept = [self.code, self.config_file(folder)]
+                command = sandbox.command(command, [folder, *hidden_checkouts(self.code)], kept, [run.path])
+        return Job(run, self.steps, tuple(command))
 
 
 def delivered_file(run: Run) -> Path:
     """Return the path, without the rank, of what variant_program.py records of a run: see `train` there."""
-    return run.path.parent / "delivered" / run.path.name
+    return run.path / "delivered"
+
+
+def hidden_checkouts(code: Path) -> list[Path]:
+    """Return the folder of all checkouts, if that is where this code is."""
+    return [] if code == change.ROOT else [code.parent]
 
 
 # Resolving settings
@@ -202,9 +211,12 @@ class Recipe:
     ) -> dict[int, "Variant | ConfigError | RunError"]:
         """Resolve settings by the code in a folder."""
         baseline = self.checkouts.folder(self.commit)
+        command = [sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)]
+        if code != baseline and not sandbox.problem():
+            command = sandbox.command(command, hidden_checkouts(code), [code, baseline])
         # A killed program leaves its temporary files in the folder of the checkouts, which is removed.
         answers = ask(
-            [sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)],
+            command,
             [json.dumps(given) for given in requests.values()],
             self.is_stopped,
             lambda number: say_checked(list(requests)[number]),

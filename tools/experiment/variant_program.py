@@ -153,25 +153,25 @@ def hash_sequences(input_ids: Tensor) -> Tensor:
 
 
 def train(file: str, *words: str) -> int:
-    """Run train.py and record what was read for training; return the exit code.
+    """Run train.py and record what was read of its data sets, for whatever purpose; return the exit code.
 
     FILE.RANK has the hashes of all sequences, int64. A session that fails or is killed records nothing.
     """
-    import data.loader
+    import data.corpus
     from runtime.cli.scripts import run_script
     from runtime.distributed.world import process_rank
 
-    # Wrap the function that reads batches, which only the baseline's `data/` may define.
-    hashes, load_batch = [torch.empty(0, dtype=torch.int64)], data.loader.load_batch
+    # Only the baseline's `data/` may define the classes of data sets, so what they return is recorded there.
+    hashes, load_corpus = [torch.empty(0, dtype=torch.int64)], data.corpus.load_corpus
 
-    @functools.wraps(load_batch)
-    def record_sequences(*words: Any) -> Any:
-        batch = load_batch(*words)
-        if torch.is_grad_enabled():  # not in an evaluation
-            hashes.append(hash_sequences(batch["input_ids"]))
-        return batch
+    @functools.wraps(load_corpus)
+    def load_recorded(*words: Any, **named: Any) -> Any:
+        corpus = load_corpus(*words, **named)
+        for dataset in filter(None, (corpus.train, corpus.validation)):
+            record_reads(type(dataset), hashes)
+        return corpus
 
-    data.loader.load_batch = record_sequences
+    data.corpus.load_corpus = load_recorded
     sys.argv = ["train.py", *words]
     exit_code = run_script("train")
     if exit_code in (0, EXIT_STOPPED):
@@ -180,6 +180,35 @@ def train(file: str, *words: str) -> int:
         with open(recorded, "ab") as opened:
             opened.write(torch.cat(hashes).numpy().tobytes())
     return exit_code
+
+
+def record_reads(kind: type, hashes: list[Tensor]) -> None:
+    """Let a class of data sets record the hash of each sequence that it returns, once for each that was asked for."""
+    if hasattr(kind, "records_reads"):
+        return
+    depth = 0  # `__getitem__` may call `arrays`
+
+    def recorded(method: Any) -> Any:
+        @functools.wraps(method)
+        def read(*words: Any, **named: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                samples = method(*words, **named)
+            finally:
+                depth -= 1
+            if depth == 0:
+                hashes.append(
+                    hash_sequences(torch.as_tensor(samples["input_ids"]).view(-1, samples["input_ids"].shape[-1]))
+                )
+            return samples
+
+        return read
+
+    for name in ("__getitem__", "arrays"):
+        if method := getattr(kind, name, None):
+            setattr(kind, name, recorded(method))
+    kind.records_reads = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Evaluation

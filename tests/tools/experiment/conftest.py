@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.experiment import change, confirm, race, report, runs, settings, variant, verdicts
+from tools.experiment import change, confirm, race, report, runs, sandbox, settings, variant, verdicts
 from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
 from tools.jobs.launch import Launch
@@ -249,6 +249,7 @@ def experiments(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
     monkeypatch.setattr(report, "draw", lambda race, path: None)  # it takes a second
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(sandbox, "problem", lambda: "the fake runs write into the folder of all")
     # Without site packages Python starts three times as fast, too.
     parse = Launch.parse
     fast = Launch((sys.executable, "-IS"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config.errors import ConfigError
+from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, commands, shell
 from tools.experiment import change
 from tools.experiment.change import Checkouts, idea_texts, merge, parse_idea
@@ -254,7 +254,7 @@ LINES = {
 
 
 def test_lines_to_read_of_change(repository):
-    """Added code that touches more than tensors, with its place and the reason; what a diff does not show, as a whole."""
+    """Added code that touches more than tensors, with its place and the reason; what a diff does not show is listed."""
     files = {
         name: repository.root / name for name in ("model.py", "tests/test_x.py", "notes.md", "new.bin", "conf.yaml")
     }
@@ -363,6 +363,22 @@ def test_parse_idea_patch_ignores_uncommitted_changes(repository, tmp_path):
         assert (code / "train.py").read_text() == "print(2)\n"
         assert (changed / "train.py").read_text() == "print('patched')\n"
     assert (repository.root / "train.py").read_text() == "print('dirty')\n"
+
+
+@pytest.mark.parametrize("how", ["changed", "added", "removed"])
+def test_changed_files_of_checkouts_are_found(how, repository):
+    with Checkouts() as checkouts:
+        folder = checkouts.folder(change.head_commit())
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__" / "train.pyc").write_text("")
+        change.check_checkout(folder)
+        file = folder / ("new.py" if how == "added" else "train.py")
+        assert not (folder / "train.py").stat().st_mode & 0o222, "it is read-only"
+        file.unlink(missing_ok=True)
+        if how != "removed":
+            file.write_text("print(3)\n")
+        with pytest.raises(RunError, match=f"{file}: the code has changed since it was checked out"):
+            change.check_checkout(folder)
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("x"), KeyboardInterrupt()])

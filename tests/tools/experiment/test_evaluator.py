@@ -55,6 +55,18 @@ class MixedBatches""",
     if trick == "more data":
         more = load_batch(load_corpus(state.config.replace(**{"data.seed": 7})).train, range(6))
         micro_batches = [{name: torch.cat([x, more[name]]) for name, x in batch.items()} for batch in micro_batches]
+    if trick == "more data, read without gradients":
+        with torch.no_grad():
+            more = load_batch(load_corpus(state.config.replace(**{"data.seed": 7})).train, range(6))
+        micro_batches = [{name: torch.cat([x, more[name]]) for name, x in batch.items()} for batch in micro_batches]
+    if trick == "more data, read from the data set itself":
+        more = load_corpus(state.config.replace(**{"data.seed": 7})).train.arrays(list(range(6)))
+        more = {name: torch.from_numpy(x) for name, x in more.items()}
+        micro_batches = [{name: torch.cat([x, more[name]]) for name, x in batch.items()} for batch in micro_batches]
+    if trick == "statistics of its first batches" and step == 0:
+        corpus = load_corpus(state.config)
+        rows = [i for one in range(3) for i in corpus.global_batches(state.config).indices(one)]
+        load_batch(corpus.train, rows)
     if trick == "two forwards of a batch, as in sharpness-aware minimisation":
         for batch in micro_batches:
             state.model(**batch)
@@ -123,9 +135,12 @@ PROBLEMS = {
     "two forwards of a batch, as in sharpness-aware minimisation": "",
     "another cross-entropy": "",
     "temperature": "",
-    "validation sequences from step 10 on": "are not in its batches",
+    "validation sequences from step 10 on": "of the validation set were read, more than its evaluations need",
     "more data": "are not in its batches",
-    "half of the sequences": "are not in its batches",
+    "more data, read without gradients": "are not in its batches",
+    "more data, read from the data set itself": "are not in its batches",
+    "statistics of its first batches": "",
+    "half of the sequences": "",
     "look ahead in pairs": "depend on later tokens",
     "look ahead": "depend on later tokens",
     "look ahead, behind 10,000": "depend on later tokens",
@@ -298,7 +313,7 @@ def test_training_data_that_nobody_saw_are_a_problem():
     """As of a loop that reads the training set without the loader."""
     data = Data.__new__(Data)
     problem = data.surplus_sequences(TrainConfig(), 1, 1, np.empty(0, np.int64))
-    assert problem == "none of its training data were read by the loader, so they cannot be compared"
+    assert problem == "none of its training data were read from its data sets, so they cannot be compared"
 
 
 def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path):
@@ -307,7 +322,7 @@ def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path)
     class OneModel:
         process = SimpleNamespace(kill=lambda: None)
 
-        def __init__(self, code):
+        def __init__(self, code, hidden, runs):
             self.run = None
 
         def load(self, run):

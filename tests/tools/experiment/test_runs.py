@@ -183,6 +183,35 @@ def test_run_whose_result_is_lost_is_trained_again(experiments):
     assert experiments.race(NOTHING, **options) == again and not experiments.started()
 
 
+def test_rows_that_the_runner_did_not_write_count_nowhere(experiments):
+    """Copied under another name, edited, or signed with another key, as a run or its patch might write them."""
+    before = experiments.race(NOTHING, runs=6)
+    rows, file = results(experiments), experiments.folder() / "results.jsonl"
+    digests = {row["run"].rpartition("-")[0] for row in rows}
+    forged = [rows[0] | {"run": f"{digest}-{seed}", "excess_loss": 1e-3} for digest in digests for seed in range(8)]
+    forged += [rows[0] | {"loss": 1e-3}, forged[0] | {"signature": runs.signature(forged[0], "mine")}]
+    with file.open("a") as opened:
+        opened.write("".join(json.dumps(row) + "\n" for row in forged))
+    assert experiments.race(NOTHING, runs=6) == before and not experiments.started()
+    assert experiments.errors.count("is skipped: tools.experiment did not write it") >= len(forged)
+
+
+def test_code_of_the_baseline_that_a_run_changed_trains_no_other_run(experiments, patches):
+    """One run of a patch changed the code of the baseline for all later ones."""
+    patch = patches.effect("a", 1, 0.5)
+    experiments.hook(
+        "if settings['model.effect_a'] == 0.5:\n"
+        "    import glob\n"
+        "    for file in glob.glob(os.path.dirname(os.path.dirname(__import__('train').__file__)) + '/*/train.py'):\n"
+        "        os.chmod(file, 0o644)\n"
+        "        open(file, 'a').write('EFFECT = 80\\n')\n"
+    )
+    message = experiments.race(patch, jobs=1, error=RunError)
+    assert "train.py: the code has changed since it was checked out, perhaps by the code of an idea" in message
+    names = experiments.started()
+    assert len(names) < 8 and all(row["loss"] is None or row["loss"] < 1.5 for row in results(experiments))
+
+
 def test_runs_that_ended_before_their_evaluation_are_evaluated(experiments, monkeypatch):
     """The evaluation fails, as by a full memory, and the same command resumes."""
 
@@ -289,6 +318,7 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
     wide = next(one for one in requests if one["settings"]["global_batch_size"] == 2)
     assert wide["settings"] == {
         "steps": 100, "seq_len": 8, "global_batch_size": 2, "micro_batch_size": 1, "evaluation.num_samples": 5,
+        "evaluation.every": 10,
         "seed": 0, "data.seed": 0, "data.source": "stories", "data.num_samples": 100, "data.num_workers": 0,
         "data.hash": None,
     }  # fmt: skip
@@ -327,9 +357,7 @@ def test_delivered_sequences_of_changed_code_are_checked(experiments, patches, m
     experiments.race(f"{patch} --data.num_workers 2", f"{A} --data.num_workers 2")
     workers = {run["model.effect_a"]: run["data.num_workers"] for run in experiments.trained() if run["seed"] == 0}
     assert workers == {1: 0, 0.7: 2}, "workers would not record what they read"
-    assert changed and all(
-        one["delivered"] == [one["run"].replace("/runs/", "/runs/delivered/") + ".0"] for one in changed
-    )
+    assert changed and all(one["delivered"] == [one["run"] + "/delivered.0"] for one in changed)
     assert not any(one["delivered"] for one in requests if one not in changed)
 
 

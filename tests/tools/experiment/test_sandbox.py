@@ -1,0 +1,85 @@
+"""Code that nobody has read can write into the folder of its run alone, and leaves no process behind."""
+
+import subprocess
+
+import pytest
+
+from tools.experiment import sandbox
+
+pytestmark = pytest.mark.skipif(bool(sandbox.problem()), reason=f"no sandbox here: {sandbox.problem()}")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Return the folder of an experiment with two runs, a secret and a config, and a folder of code."""
+    for name in ("experiment/runs/mine", "experiment/runs/other", "experiment/configs", "code"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "experiment" / "experiment.json").write_text("secret")
+    (tmp_path / "experiment" / "configs" / "a.yaml").write_text("a: 1")
+    (tmp_path / "code" / "train.py").write_text("x = 1")
+    return tmp_path
+
+
+def run(folders, script, **options):
+    experiment = folders / "experiment"
+    kept, writable = [experiment / "configs" / "a.yaml"], [experiment / "runs" / "mine"]
+    command = sandbox.command(["sh", "-c", script], [experiment], kept, writable, **options)
+    return subprocess.run(command, cwd=folders, capture_output=True, text=True)
+
+
+def test_run_writes_into_its_folder_and_temporary_ones_alone(folders):
+    script = """
+        echo mine > experiment/runs/mine/file && echo x > $TMPDIR/file && echo x > /dev/shm/file && echo x > /dev/null
+        for file in code/train.py code/new.py experiment/configs/a.yaml /var/tmp/mini-gpt-x $HOME/mini-gpt-x; do
+            (echo forged > $file) 2> /dev/null && echo wrote $file
+        done
+        cat experiment/configs/a.yaml; ls experiment experiment/runs
+        echo forged > experiment/results.jsonl; echo forged > experiment/runs/other/file
+    """
+    done = run(folders, script)
+    assert done.stdout.split() == ["a:", "1experiment:", "configs", "runs", "tmp", "experiment/runs:", "mine"], done
+    assert (folders / "experiment" / "runs" / "mine" / "file").read_text() == "mine\n"
+    assert (folders / "code" / "train.py").read_text() == "x = 1" and not (folders / "code" / "new.py").exists()
+    assert not (folders / "experiment" / "results.jsonl").exists()
+    assert not [*(folders / "experiment" / "runs" / "other").iterdir()]
+    assert run(folders, "ls $TMPDIR /dev/shm").stdout.count("file") == 0, (
+        "each program has temporary folders of its own"
+    )
+
+
+def test_program_cannot_leave_the_sandbox(folders):
+    script = """
+        mount -o remount,rw,bind / ; umount experiment; umount /proc
+        unshare -rm sh -c 'mount -o remount,rw,bind / ; umount experiment; echo x > code/new.py; cat experiment/*.json'
+        echo forged > code/new.py; cat experiment/experiment.json
+    """
+    done = run(folders, script)
+    assert "secret" not in done.stdout and not (folders / "code" / "new.py").exists()
+
+
+def test_processes_end_with_the_program(folders):
+    """One that trains on after its run, in a session of its own and deaf to signals."""
+    done = run(folders, "echo begun; (trap '' HUP TERM; setsid sleep 987654) > /dev/null 2>&1 &")
+    assert done.stdout == "begun\n" and done.returncode == 0
+    assert subprocess.run(["pgrep", "-f", "sleep 98765[4]"], capture_output=True).returncode == 1
+    assert run(folders, "ls -d /proc/[0-9]* | wc -l").stdout.strip() in "23456", "it sees no other process"
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15)])
+def test_exit_code_is_that_of_the_program(script, code, folders):
+    assert run(folders, script).returncode == code
+
+
+def test_network_is_left_out_if_asked(folders):
+    script = "grep -c : /proc/net/dev"
+    assert int(run(folders, script, network=False).stdout) == 1, "the loopback device alone"
+
+
+def test_signals_reach_the_program(folders):
+    """A scheduler signals the process group; the program saves, and its exit code tells."""
+    script = "trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.05; done"
+    command = sandbox.command(["sh", "-c", script], [folders / "experiment"], [], [])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    subprocess.run(["kill", "-TERM", "--", f"-{process.pid}"], check=True)
+    assert process.communicate()[0] == "saved\n" and process.returncode == 75
