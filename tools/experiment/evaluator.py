@@ -198,7 +198,7 @@ class Data:
         num_readings = sum(is_due(config.evaluation.every, config, step) for step in range(config.steps + 1))
         num_readings += num_sessions - 1 + (config.data.source == "text") * num_sessions * num_processes
         padding = (num_processes - 1) * config.evaluation.micro_batch_size  # of processes without a batch
-        size = len(self.corpus.validation) + padding
+        size = len(self.corpus.validation or ()) + padding
         if others.total() <= num_readings * size:
             return ""
         return f"{others.total():,} sequences of the validation set were read, more than its evaluations need"
