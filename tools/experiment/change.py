@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from difflib import unified_diff
 from functools import cache, cached_property
 from hashlib import sha256
 from itertools import product

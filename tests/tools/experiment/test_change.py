@@ -1,7 +1,6 @@
 """Ideas become code and settings; the user's working tree and index stay unchanged."""
 
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
