@@ -142,7 +142,9 @@ def anchors(file):
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_outputs_of_commands_are_ignored_by_git(file):
     """Otherwise the next commit of a reader has them, and a run records them as changes of the code."""
-    blocks = re.findall(r"```bash\n(.*?)```|((?:^    .*\n)+)", file.read_text(), re.MULTILINE | re.DOTALL)
+    fences = re.compile(r"^```(\w*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+    text = fences.sub(lambda block: block[0] if block[1] == "bash" else "", file.read_text())
+    blocks = re.findall(r"```bash\n(.*?)```|((?:^    .*\n)+)", text, re.MULTILINE | re.DOTALL)
     lines = [line.split("  #")[0] for block in blocks for line in "".join(block).splitlines()]
     options = r"--out|--out_dir|--outfile|mkdir -p|git clone \S+|tee|-o|python export\.py \S+|>|>>"
     outputs = [found for line in lines for found in re.findall(rf"(?:^|\s)(?:{options}) +([\w.][\w./-]*)", line)]
