@@ -15,12 +15,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from runtime.cli.output import aligned
+from runtime.config.errors import RunError
 from runtime.config.yaml_files import read_yaml
 from runtime.files import write_atomically
 from tools.experiment import change, report, verdicts
 from tools.experiment.change import ROOT, Idea, parse_idea
 from tools.experiment.race import baseline_margin, experiment_folder, open_experiment, resolve_baseline, run_with_json
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs
+from tools.experiment.runs import EVERY_SEED, SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs, runs_of
 from tools.experiment.settings import AgreementConfig
 from tools.experiment.variant import Recipe, Variant
 from tools.jobs.runner import JobRunner
@@ -71,7 +72,10 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     train(runs, [(variant, seed) for _, variant, seed in planned], config, start_time)
 
     groups = {name: runs.group(variant, SEEDS_OF_CONFIRMATIONS) for name, variant in best.items()}
+    if groups[BASELINE].failed and not groups[BASELINE].values:
+        raise RunError("the baseline does not train, so nothing can be compared with it")
     measured = [name for name, group in groups.items() if group.values and name != BASELINE]
+    measured = measured if groups[BASELINE].values else []  # the minutes may be over before its first run
     pairs = [(0, number) for number in range(1, len(measured) + 1)]
     of_pairs = [groups[BASELINE], *(groups[name] for name in measured)]
     found = verdicts.find(of_pairs, pairs, baseline_margin(config, baseline), len(pairs)) if measured else []
@@ -92,10 +96,13 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
         "equal": config.equal,
         "settings": recipe.words,
         "baseline_factors": factors[best[BASELINE].digest],
-        "baseline_loss": report.mean(run.loss for run in runs_with(runs, best[BASELINE])),
-        "seconds": sum(run.seconds or 0.0 for some in arms.values() for one in some for run in runs_with(runs, one)),
+        "baseline_loss": report.mean(
+            run.loss for run in runs_of(runs.results, best[BASELINE].digest, SEEDS_OF_CONFIRMATIONS)
+        ),
+        "seconds": sum(run.seconds or 0.0 for one in factors for run in runs_of(runs.results, one, EVERY_SEED)),
         "right": sum(has_sign(row) for row in rows),
         "clearly_wrong": sum(row["verdict"] in ("better", "worse") and not has_sign(row) for row in rows),
+        "not_measured": [name for name in effects if name not in measured],
         "effects": rows,
     }
     file = folder / "agreement" / f"{config.half}{'-tuned' if config.grid else ''}.json"
@@ -106,8 +113,7 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
 
 def train(runs: Runs, planned: Iterable[Planned], config: AgreementConfig, start_time: float) -> None:
     """Train the runs that have no result yet."""
-    unique = {f"{variant.digest}-{seed}": (variant, seed) for variant, seed in planned}
-    todo = [one for name, one in unique.items() if not runs.is_known(name)]
+    todo = runs.missing(planned)
 
     def next_run() -> Next:
         return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes) else None
@@ -126,11 +132,6 @@ def tuning_loss(runs: Runs, variant: Variant) -> float:
     return float("inf") if result is None or result.loss is None else result.value
 
 
-def runs_with(runs: Runs, variant: Variant) -> list[Any]:
-    """Return the results of a variant."""
-    return [result for result in runs.results.values() if result.digest_of_variant == variant.digest]
-
-
 def has_sign(row: dict[str, Any]) -> bool:
     """Return whether an estimate has the sign that is known."""
     return (row["effect"] < 0) == (row["known"] == "better")
@@ -144,4 +145,5 @@ def lines(result: dict[str, Any]) -> list[str]:
         cells = [report.percent(row["effect"]), report.interval(row), f"{row['verdict']}{mark}", str(row["runs"])]
         table.append([row["name"], row["known"], *cells, ", ".join(f"x{one:g}" for one in row["factors"].values())])
     counts = f"{result['right']} of {len(result['effects'])} signs right, {result['clearly_wrong']} clearly wrong"
-    return [*aligned(table), f"{counts}; {result['seconds'] / 3600:.2f} CPU hours"]
+    missing = [f"not measured: {', '.join(result['not_measured'])}"] if result["not_measured"] else []
+    return [*aligned(table), *missing, f"{counts}; {result['seconds'] / 3600:.2f} CPU hours"]

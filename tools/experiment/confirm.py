@@ -140,17 +140,13 @@ def plan(ideas: list[Idea]) -> tuple[dict[str, list[Idea]], list[tuple[str, str]
 
 
 def missing_runs(config: ConfirmConfig, runs: Runs, sizes: dict[float, dict[str, Variant]]) -> list[Planned]:
-    """Return the variant and reserved seed of each run that has no result yet, one seed after another.
-
-    Variants that train the same, such as an idea with the baseline's settings, have their runs in common.
-    """
-    planned = {
-        (variant.digest, seed): (variant, seed)
+    """Return the variant and reserved seed of each run that has no result yet, one seed after another."""
+    return runs.missing(
+        (variant, seed)
         for variants in sizes.values()
         for seed in SEEDS_OF_CONFIRMATIONS[: config.seeds]
         for variant in variants.values()
-    }
-    return [run for (digest, seed), run in planned.items() if not runs.is_known(f"{digest}-{seed}")]
+    )
 
 
 def describe_time(runs: Runs, missing: list[Planned], baseline: Variant) -> str:

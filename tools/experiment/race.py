@@ -424,8 +424,7 @@ class Race:
         others = self.next_ideas()
         if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
             return False
-        stack = [*self.round.stack, *([self.round.winner] if self.round.winner else [])]
-        self.record.rounds.append(Round(stack))
+        self.record.rounds.append(Round(self.record.stack))
         self.variants = {}
         self.enter(self.resolve(others))
         return True
@@ -434,8 +433,7 @@ class Race:
         """Return the keys of the ideas that race in the next round."""
         new = self.new_ideas()
         keys, findings = self.findings()
-        stack = [*self.round.stack, *([self.round.winner] if self.round.winner else [])]
-        joined = {self.record.ideas[key].text for key in stack}  # with all their arms
+        joined = {self.record.ideas[key].text for key in self.record.stack}  # with all their arms
         others = [
             key
             for key, found in zip(keys, findings, strict=True)
@@ -508,8 +506,7 @@ class Race:
         if not self.round.stack and not self.round.winner:
             return None
         variants = {factor: scale_steps(self.baseline, factor) for factor in BUDGETS}
-        todo = [(variant, seed) for variant in variants.values() for seed in range(SEEDS_OF_BUDGET)]
-        todo = [(variant, seed) for variant, seed in todo if not self.runs.is_known(f"{variant.digest}-{seed}")]
+        todo = self.runs.missing((variant, seed) for variant in variants.values() for seed in range(SEEDS_OF_BUDGET))
         self.runs.train(lambda: todo.pop(0) if todo else None)
         points = [(1.0, value) for value in self.runs.group(self.baseline).values]
         points += [(factor, value) for factor in BUDGETS for value in self.runs.group(variants[factor]).values]

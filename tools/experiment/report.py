@@ -105,11 +105,12 @@ def describe_race(file: Path) -> dict[str, Any]:
     ended = [run for digest in record.digests for run in runs_of(results, digest)]
     stack = [record.ideas[key].name for key in record.stack]
     stack_file, patch = file.with_suffix(".yaml"), file.with_suffix(".patch")
+    runs_now = is_running(file)
     result = {
         "version": JSON_VERSION,
         "kind": "race",
-        "state": "running" if is_running(file) and not record.ended else "ended",
-        "reason": record.ended or (None if is_running(file) else KILLED),
+        "state": "running" if runs_now and not record.ended else "ended",
+        "reason": record.ended or (None if runs_now else KILLED),
         "race": str(file),
         "baseline": record.baseline,
         "compared": record.metric or ("excess loss" if has_entropy(results) else "loss"),

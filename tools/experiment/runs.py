@@ -20,13 +20,11 @@ from typing import Any, Literal
 from runtime.config.errors import RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
-from tools.experiment import sandbox
 from tools.experiment.change import ROOT, check_checkout
 from tools.experiment.variant import (
     Variant,
     delivered_file,
     describe_error,
-    hidden_checkouts,
     last_error,
     scale_steps,
 )
@@ -133,6 +131,11 @@ class Runs:
         while (name := f"{variant.digest}-{seed}") in self.pending or self.is_known(name):
             seed += 1
         return seed
+
+    def missing(self, planned: Iterable[Planned]) -> list[Planned]:
+        """Return the planned runs that have no result yet; variants that train the same have their runs in common."""
+        unique = {f"{variant.digest}-{seed}": (variant, seed) for variant, seed in planned}
+        return [run for name, run in unique.items() if not self.is_known(name)]
 
     def is_known(self, name: str) -> bool:
         """Return whether a run has ended with a loss or a failure."""
@@ -383,7 +386,7 @@ class Runs:
         manifests = {str(file): sha256(file) for file in sorted(job.run.checkpoints.glob("step-*/manifest.json"))}
         return {
             "code": str(variant.code),
-            "hidden": hidden_folders(self.folder, variant),
+            "hidden": [str(hidden) for hidden in variant.hidden_folders(self.folder)],
             "run": str(job.run.path),
             "config": str(self.baseline.config_file(self.folder)),
             "settings": settings,
@@ -393,13 +396,6 @@ class Runs:
             "sessions": self._spent(job).sessions,
             "processes": variant.launch.processes or 1,
         }
-
-
-def hidden_folders(folder: Path, variant: Variant) -> list[str]:
-    """Return the folders that the code of a variant must not see while it is evaluated; [] without a sandbox."""
-    if not variant.changes_code or sandbox.problem():
-        return []
-    return [str(hidden) for hidden in (folder, *hidden_checkouts(variant.code))]
 
 
 def run_evaluator(

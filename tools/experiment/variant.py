@@ -114,6 +114,12 @@ class Variant:
         content = yaml.safe_dump(self.given, sort_keys=False).encode()
         return write_once(folder / "configs" / f"{self.digest}.yaml", content)
 
+    def hidden_folders(self, folder: Path) -> list[Path]:
+        """Return the folders that its code must not see, with that of the experiment; [] if it has no sandbox."""
+        if not self.changes_code or sandbox.problem():
+            return []
+        return [folder, *hidden_checkouts(self.code)]
+
     def job(self, folder: Path, seed: int) -> Job:
         """Return the run with a seed, in the folder of an experiment."""
         run = Run(folder / "runs" / f"{self.digest}-{seed}")
@@ -123,9 +129,8 @@ class Variant:
         command = [*self.launch.command, *program, *words]
         if self.changes_code:  # what worker processes read would not be recorded
             command += ["--data.num_workers", "0"]
-            if not sandbox.problem():
-                kept = [self.code, self.config_file(folder)]
-                command = sandbox.command(command, [folder, *hidden_checkouts(self.code)], kept, [run.path])
+        if hidden := self.hidden_folders(folder):
+            command = sandbox.command(command, hidden, [self.code, self.config_file(folder)], [run.path])
         return Job(run, self.steps, tuple(command))
 
 

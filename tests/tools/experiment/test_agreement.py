@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from runtime.config.errors import RunError
 from tests.tools.experiment.test_race import OWN_RATE, RATE
 from tools.experiment import agreement
 from tools.experiment.settings import AgreementConfig
@@ -57,3 +58,18 @@ def test_arms_are_chosen_by_other_seeds_than_those_that_are_compared(agree, expe
         (settings["model.sham"], settings["optimizer.lr"]) for settings in experiments.trained() if settings["seed"]
     }
     assert len(measured) == 2, "only the best arm of each was trained with other seeds than 0"
+
+
+def test_what_was_not_measured_is_named(agree, experiments):
+    assert agree(minutes=1e-9)["not_measured"] == ["a", "b", "c"] and not experiments.started()
+    experiments.hook("if settings['model.effect_b'] == 0.8:\n    raise SystemExit('no memory')")
+    result = agree()
+    assert result["not_measured"] == ["b"] and result["right"] == 2
+    assert "not measured: b" in agree(json=False)
+
+
+def test_baseline_that_fails_ends_the_comparison(agree, experiments):
+    is_baseline = "all(settings[f'model.effect_{name}'] == 1 for name in 'abc')"
+    experiments.hook(f"if {is_baseline}:\n    raise SystemExit('no')")
+    with pytest.raises(RunError, match="the baseline does not train"):
+        agree()
