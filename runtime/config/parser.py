@@ -121,9 +121,9 @@ def parse_config(
         elif name != "print_config":
             given.read_option(name, value)
     given.check_length()
-    for notice in given.leave_out_unused(given.validate()):
-        notify(notice)
-    config = given.validate()
+    config = given.validate_used()
+    for source, settings in given.left_out.items():
+        notify(f"{source}left out, because it has no effect: {', '.join(settings)}")
     named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
     has_model = config.init_from is None
     unused = [given.sources.get(setting.name, "") + setting.problem for setting in unused_settings(config, has_model)]
@@ -264,12 +264,13 @@ class _Given:
             raise ConfigError("\n".join(self.problems.values()))
         return settings
 
-    def leave_out_unused(self, config: "TrainConfig") -> list[str]:
-        """Leave out settings of a config file that a setting from elsewhere has made useless, and say so in a line.
+    def validate_used(self) -> "TrainConfig":
+        """Validate without the settings of a config file that a setting from elsewhere has made useless.
 
         So a config file for stories serves as one for text, too. A setting that the same file or the command line makes
         useless stays, and is refused.
         """
+        config = self.validate()
         while unused := [
             setting
             for setting in unused_settings(config, has_model=config.init_from is None)
@@ -278,9 +279,7 @@ class _Given:
             for setting in unused:
                 self._leave_out(setting.name, setting.reason)
             config = self.validate()
-        return [
-            f"{source}left out, because it has no effect: {', '.join(names)}" for source, names in self.left_out.items()
-        ]
+        return config
 
     def _leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(self.sources[name], []).append(f"{name} ({reason})")

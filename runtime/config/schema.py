@@ -39,36 +39,36 @@ class DataConfig(Settings):
     """The prepared corpus, a folder written by data.prepare --out."""
 
     mix: Annotated[dict[str, PositiveFloat] | None, NOT_TEXT] = None
-    """A mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every block of 1,000
-    training sequences, each corpus has a number in proportion to its weight, rounded up or down. The validation set has
-    about the same proportions, at least one sequence of each corpus, and up to evaluation.num_samples sequences. If
+    """A mixture of prepared corpora instead of one path, as {PATH: WEIGHT}. In every block of 1,000 training sequences,
+    each corpus has a number in proportion to its weight, rounded up or down. The validation set has about the same
+    proportions, at least one sequence of each corpus, and up to evaluation.num_samples sequences. If
     evaluation.num_samples is null, it consists of all validation splits, whatever their proportions."""
 
     packing: Annotated[Literal["concat", "isolated", "padded"], NOT_TEXT] = "concat"
-    """How documents become sequences of seq_len tokens. concat: the documents are concatenated, and the
-    result is cut into sequences. isolated: the same, but attention stays within a document, and positions restart at
-    each document. padded: each sequence is one document, truncated or padded. Conversations are packed differently:
-    with concat and with isolated, each sequence has as many whole conversations as fit, isolated from each other, or
-    one truncated conversation. In a mixture with conversations, concat packs the other corpora as isolated does."""
+    """How documents become sequences of seq_len tokens. concat: the documents are concatenated, and the result is cut
+    into sequences. isolated: the same, but attention stays within a document, and positions restart at each document.
+    padded: each sequence is one document, truncated or padded. Conversations are packed differently: with concat and
+    with isolated, each sequence has as many whole conversations as fit, isolated from each other, or one truncated
+    conversation. In a mixture with conversations, concat packs the other corpora as isolated does."""
 
     hash: Annotated[Text | None, NOT_TEXT] = None
-    """Expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so
-    that the run cannot be resumed with another corpus. For a mixture: the hashes in the order of `mix`, joined by +."""
+    """Expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so that the run
+    cannot be resumed with another corpus. For a mixture: the hashes in the order of `mix`, joined by +."""
 
     seed: Annotated[NonNegativeInt | None, NOT_SYNTHETIC] = None
-    """Seed of the training and the validation set, independent of the top-level `seed`.
-    null: 0 in a new run; a resumed run keeps its own, and a run with branch_from that of its parent."""
+    """Seed of the training and the validation set, independent of the top-level `seed`. null: 0 in a new run; a resumed
+    run keeps its own, and a run with branch_from that of its parent."""
 
     num_samples: Annotated[PositiveInt, NOT_SYNTHETIC] = 1000
     """Number of sequences in the training set."""
 
     facts: Annotated[int, Ge(0), Le(65_536), NOT_STORIES] = 0
-    """Number of facts, such as "Coco the red fox likes kites.", at most 65,536. A model can only
-    memorise them. In each story, two children tell each other eight facts. 0: stories without facts."""
+    """Number of facts, such as "Coco the red fox likes kites.", at most 65,536. A model can only memorise them. In each
+    story, two children tell each other eight facts. 0: stories without facts."""
 
     zipf: Annotated[NonNegativeFloat, Unused("data.facts", 0)] = 1.3
-    """Exponent of Zipf's law. The fact of rank i has a probability proportional to
-    i ** -zipf. 0: all facts are equally frequent."""
+    """Exponent of Zipf's law. The fact of rank i has a probability proportional to i ** -zipf. 0: all facts are equally
+    frequent."""
 
     num_workers: Annotated[int, Ge(0), Le(256)] = 0
     """DataLoader worker processes per training process. 0: load data in the training process."""
@@ -338,8 +338,7 @@ class TrainConfig(Settings):
     processes; for that the host waits for the device in every step."""
 
     max_skipped_in_a_row: Annotated[PositiveInt, Unused("on_nonfinite", "stop")] = 10
-    """Largest number of consecutive updates to skip. If the next one is not finite either, the run
-    stops."""
+    """Largest number of consecutive updates to skip. If the next one is not finite either, the run stops."""
 
     check_replicas_every: NonNegativeInt = 100
     """Steps between comparisons of the weights and the optimizer state across processes, by digest. They are also
