@@ -17,6 +17,7 @@ import ctypes
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -39,7 +40,7 @@ from tokenizers import Tokenizer
 
 from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
 from data.prepare import chat, chat_template
-from data.prepare.sources import Source, find_files, get_file_type, get_source_stamp
+from data.prepare.sources import LIBRARY, Source, find_files, get_file_type, get_source_stamp
 from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokenizer
 from data.tokenizer import load_tokenizer, token_bytes, wrap_tokenizer_errors
 from model.settings import PositiveInt, Settings
@@ -86,7 +87,8 @@ class PrepareConfig(Settings):
     source: str
     """A .txt, .jsonl or .parquet file (.gz and .zst are read), a pattern of such files in quotes ('texts/**/*.txt'), a
     dataset of the Hub as NAME[:CONFIGURATION[:SPLIT]], or a folder that is laid out like one. A txt file is one
-    document; in the other formats each row is one."""
+    document; in the other formats each row is one. Or python-library: the modules of the standard library of the Python
+    that runs this, each a document, without tests."""
 
     tokenizer: str
     """byte (256 bytes and an end of text), train:VOCAB (a byte-level BPE of VOCAB tokens, trained on the source), the
@@ -357,7 +359,8 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
             raise ConfigError(problem)
     if source.separator and ".txt" not in {get_file_type(file) for file in source.files + (held_out or source).files}:
         problem = f"document_separator: {config.document_separator!r} has no effect on {config.source!r}"
-        raise ConfigError(f"{problem}, in which each row is a document; leave it out")
+        documents = "module" if config.source == LIBRARY else "row"
+        raise ConfigError(f"{problem}, in which each {documents} is a document; leave it out")
     is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
     if is_one_document and kind == "hash" and fraction > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"
@@ -418,7 +421,10 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         **({"conversations": True} if source.conversations else {}),
         "hash": content_hash(properties["hash"], hashes),
         "files": {name: {"bytes": file.stat().st_size, "sha256": hashes[name]} for name, file in files.items()},
-        "versions": {name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("tokenizers", "pyarrow", "datasets", "transformers")},
+        },
     }
 
 

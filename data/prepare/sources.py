@@ -1,4 +1,4 @@
-"""Sources of a corpus's text: files and datasets, read as documents in a fixed order.
+"""Sources of a corpus's text: files, datasets and Python's own library, read as documents in a fixed order.
 
 Files are UTF-8, or UTF-16 or UTF-32 with a byte order mark; a file that is probably in another encoding is refused.
 """
@@ -10,6 +10,8 @@ import json
 import os
 import re
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +30,12 @@ from runtime.files import folder_problems
 CHUNK = 2**19  # characters of a document that are yielded at once
 BATCH_ROWS, BATCH_BYTES = 256, 2**24  # of a Parquet file that are read at once, at most
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
+
+LIBRARY = "python-library"
+LIBRARY_FOLDER = Path(sysconfig.get_path("stdlib"))
+# What not every machine with a version of Python has: tests, and modules that distributions leave out or package alone.
+NOT_EVERYWHERE = {"test", "tests", "distutils", "ensurepip", "idlelib", "lib2to3", "macholib", "tkinter", "turtle"}
+NOT_EVERYWHERE |= {"turtledemo"}
 
 # The first bytes of a file decide, not its name, whether it is compressed.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -79,10 +87,13 @@ class Source:
             separator = separator.replace(written, meant)
         self.separator = separator.replace("\r\n", "\n").replace("\r", "\n")  # like the line ends of files
         self.errors = "strict" if self.invalid_utf8 == "refuse" else "replace"
-        # First as a file, because glob would read the brackets in its name as a pattern.
-        self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
+        is_library = self.name == LIBRARY
+        if is_library:
+            self.files = find_library_files()
+        else:  # first as a file, because glob would read the brackets in its name as a pattern
+            self.files = [self.name] if Path(self.name).is_file() else find_files(self.name)
         for file in self.files:
-            if get_file_type(file) not in FILE_TYPES:
+            if get_file_type(file) not in FILE_TYPES and not is_library:
                 raise self._error(f"{file!r} is not .txt, .jsonl or .parquet, nor one of them with .gz or .zst")
             if self.streaming:
                 raise ConfigError(f"streaming: {file!r} is on this machine; streaming is for datasets of the Hub")
@@ -97,7 +108,8 @@ class Source:
         for place in self.files or [self.name]:
             number = 1
             try:
-                for text, ends in self._read_txt(place) if get_file_type(place) == ".txt" else self._read_rows(place):
+                is_text = get_file_type(place) in (".txt", ".py")
+                for text, ends in self._read_txt(place) if is_text else self._read_rows(place):
                     yield text, ends
                     number += ends
                 changed = [f for f in ([place] if self.files else self.stamps) if get_source_stamp(f) != self.stamps[f]]
@@ -245,6 +257,21 @@ def find_files(pattern: str) -> list[str]:
             if error.errno != errno.ELOOP:  # below a link to a parent folder, at a depth that the system refuses
                 found[file] = file
     return sorted(found.values())
+
+
+def find_library_files() -> list[str]:
+    """Return the modules of Python's library that each machine with this version has, sorted by name.
+
+    Python names its own modules. So what a site or a build adds is none of them, such as sitecustomize.py.
+    """
+    found = {}
+    for file in LIBRARY_FOLDER.rglob("*.py"):
+        path = file.relative_to(LIBRARY_FOLDER).with_suffix("")
+        if path.parts[0] in sys.stdlib_module_names and NOT_EVERYWHERE.isdisjoint(path.parts):
+            found[path.as_posix()] = str(file)
+    if not found:
+        raise ConfigError(f"source: {LIBRARY}: {LIBRARY_FOLDER} has no modules of Python's library as files")
+    return [found[name] for name in sorted(found)]
 
 
 def get_source_stamp(file: str) -> list[int] | None:

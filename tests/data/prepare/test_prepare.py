@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import os
+import pkgutil
 import random
 import re
 import shutil
@@ -24,7 +25,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 import data.prepare.prepare
 import data.prepare.sources
 from data.prepare.prepare import PrepareConfig, cut_point, in_validation, prepare, show_document
-from data.prepare.sources import Source, find_files
+from data.prepare.sources import NOT_EVERYWHERE, Source, find_files
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from runtime.config.errors import ConfigError
@@ -216,6 +217,53 @@ def test_prepare_reads_each_txt_file_as_document(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     make(tmp_path / "*.txt", tmp_path / "out")
     assert texts(tmp_path / "out") + texts(tmp_path / "out", "validation") == ["first", "second\n\n"]
+
+
+def test_python_library_is_its_modules_by_name(tmp_path, monkeypatch):
+    """A document each, without tests, what a site adds, and what distributions leave out; the same in any folder."""
+    kept = {"ast.py": "a", "json/__init__.py": "b", "json/tool.py": "c\r\n", "json.py": "d", "_weakrefset.py": "e"}
+    kept |= {"zipfile.py": "f"}
+    others = "site-packages/numpy.py json/tests/x.py test/ast.py sitecustomize.py _sysconfigdata_x.py tkinter/ast.py"
+    others += " idlelib/idle_test/ast.py json/__pycache__/tool.pyc config-3.11/ast.py turtle.py json/grammar.txt"
+    for folder, names in (("one", [*kept]), ("another", sorted(kept, reverse=True))):
+        for name in [*others.split(), *names]:
+            file = tmp_path / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(kept.get(name, "x").encode())
+        monkeypatch.setattr(data.prepare.sources, "LIBRARY_FOLDER", tmp_path / folder)
+        metadata = make("python-library", tmp_path / f"out-{folder}")
+        assert texts(tmp_path / f"out-{folder}") == ["e", "a", "d", "b", "c\n", "f"]
+        assert metadata["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert tokens_of(tmp_path / "out-one") == tokens_of(tmp_path / "out-another")
+    message = refusal("python-library", tmp_path / "x", document_separator="a")
+    assert "document_separator: 'a'" in message and "each module is a document" in message
+    monkeypatch.setattr(data.prepare.sources, "LIBRARY_FOLDER", tmp_path / "python311.zip")
+    assert "python311.zip has no modules" in refusal("python-library", tmp_path / "x")
+
+
+def test_documents_of_python_library_are_the_modules_that_python_finds():
+    """All that pkgutil finds below the modules that Python lists as its own, except some by name."""
+    stdlib = Path(os.__file__).parent
+
+    def walk(folder):
+        for module in pkgutil.iter_modules([str(folder)]):
+            if module.name not in NOT_EVERYWHERE:
+                path = folder / module.name
+                if module.ispkg:
+                    yield path / "__init__.py"
+                    yield from walk(path)
+                elif path.with_suffix(".py").exists():  # it may be compiled C
+                    yield path.with_suffix(".py")
+
+    expected = {
+        file
+        for file in walk(stdlib)
+        if file.relative_to(stdlib).parts[0].removesuffix(".py") in sys.stdlib_module_names
+    }
+    source = Source("python-library")
+    assert {*map(Path, source.files)} == expected and len(expected) > 400
+    text = "".join(text for text, _ in source)
+    assert text == "".join(Path(file).read_text("utf-8") for file in source.files) and len(text) > 7_000_000
 
 
 def test_prepare_accepts_validation_file_in_another_format(tmp_path):
