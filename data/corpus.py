@@ -81,10 +81,11 @@ class Corpus:
     def global_batches(self, config: TrainConfig) -> GlobalBatches:
         """Return the order of the training data of a run."""
         sizes = BatchSizes.from_config(config)
+        num_offsets = config.seq_len - 1 if config.data.crops == "shifted" else 1
         if self.quotas is None:
-            return GlobalBatches(len(self.train), sizes, config.seed, self.train)
-        datasets = cast(Any, self.train).datasets  # a mixture is a MixedDataset
-        return MixedBatches([len(dataset) for dataset in datasets], self.quotas, sizes, config.seed, self.train)
+            return GlobalBatches(len(self.train), sizes, config.seed, self.train, num_offsets)
+        corpus_sizes = [len(dataset) for dataset in cast(Any, self.train).datasets]  # a mixture is a MixedDataset
+        return MixedBatches(corpus_sizes, self.quotas, sizes, config.seed, self.train, num_offsets)
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -139,6 +140,10 @@ def _load_text(config: TrainConfig) -> Corpus:
     # A mixture has one packing, and conversations are isolated from each other.
     has_conversations = any(corpus.has_conversations for corpus in corpora)
     packing = "isolated" if has_conversations and data.packing == "concat" else data.packing
+    if has_conversations and data.crops == "shifted":
+        raise ConfigError(
+            "data.crops: shifted has no effect on conversations, which are not cut into windows; leave it out"
+        )
     quotas = mix_quotas(list(data.mix.values()) if data.mix else [1.0])
     if 0 in quotas:
         raise ConfigError(f"data.mix: {data.mix} leaves a corpus none of 1,000 samples; raise its weight")
@@ -179,7 +184,7 @@ def _describe_text(corpora: list[Any], splits: dict[str, Any]) -> dict[str, str]
     tokens = {name: sum(corpus.metadata[name]["tokens"] for corpus in corpora) for name in splits}
     unused = [f"{data.num_unused:,} of {tokens[name]:,} in {name}" for name, data in splits.items() if data is not None]
     if any(data is not None and data.num_unused for data in splits.values()):
-        notes["unused tokens"] = f"{', '.join(unused)}: they are the end of a split and fill no sequence"
+        notes["unused tokens"] = f"{', '.join(unused)}: too few for one more sequence"
     if splits["validation"] is None:
         return notes
     shared, documents = count_shared_documents(corpora)

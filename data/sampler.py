@@ -132,10 +132,13 @@ class GlobalBatches:
 
     Attributes:
         dataset: the training set, for a fork whose order depends on the content of the samples.
+        num_offsets: with more than 1, the windows of each epoch are moved by a random number of tokens below
+            `num_offsets`. The index of window i, moved by o tokens, is i + o * num_samples.
     """
 
-    def __init__(self, num_samples: int, sizes: BatchSizes, seed: int, dataset: Any = None):
+    def __init__(self, num_samples: int, sizes: BatchSizes, seed: int, dataset: Any = None, num_offsets: int = 1):
         self.num_samples, self.sizes, self.seed, self.dataset = num_samples, sizes, seed, dataset
+        self.num_offsets = num_offsets
         self._cached_key, self._cached_indices = None, []
 
     def indices(self, step: int, rank: int = 0, num_processes: int = 1) -> list[int]:
@@ -171,19 +174,32 @@ class GlobalBatches:
         on nothing that changes during a run: every process, and a resumed run, must compute the same order. It is also
         called for positions after the last step, because `indices` computes several steps at once.
         """
-        _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
-        return indices
+        epochs, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
+        return indices + self.offsets(epochs, self.seed) * self.num_samples
+
+    def offsets(self, epochs: np.ndarray, seed: int) -> np.ndarray:
+        """Return the tokens by which windows are moved in each of these epochs, both int64 [n]."""
+        numbers, places = np.unique(epochs, return_inverse=True)
+        return np.array([derive_seed(seed, "offset", int(epoch)) % self.num_offsets for epoch in numbers])[places]
 
 
 class MixedBatches(GlobalBatches):
     """Global batches of a mixture of corpora, whose datasets are concatenated.
 
     The positions are divided into blocks of MIX_BLOCK. Each block has exactly quotas[c] samples from corpus c, in a
-    random order. Each corpus has epochs of its own, each in another random order.
+    random order. Each corpus has epochs of its own, each in another random order and with another offset.
     """
 
-    def __init__(self, corpus_sizes: list[int], quotas: list[int], sizes: BatchSizes, seed: int, dataset: Any = None):
-        super().__init__(sum(corpus_sizes), sizes, seed, dataset)
+    def __init__(
+        self,
+        corpus_sizes: list[int],
+        quotas: list[int],
+        sizes: BatchSizes,
+        seed: int,
+        dataset: Any = None,
+        num_offsets: int = 1,
+    ):
+        super().__init__(sum(corpus_sizes), sizes, seed, dataset, num_offsets)
         self.corpus_sizes, self.quotas, self.quota_ends = corpus_sizes, quotas, np.cumsum(quotas)
 
     def sample_indices(self, positions: np.ndarray) -> np.ndarray:
@@ -200,8 +216,9 @@ class MixedBatches(GlobalBatches):
             first_slot, first_index = self.quota_ends[c] - self.quotas[c], sum(self.corpus_sizes[:c])
             positions_in_corpus = blocks[in_corpus] * self.quotas[c] + slots[in_corpus] - first_slot
             seed = derive_seed(self.seed, "corpus", int(c))
-            _, indices_in_corpus = shuffle_groups(positions_in_corpus, self.corpus_sizes[c], seed, "epoch")
-            indices[in_corpus] = first_index + indices_in_corpus
+            epochs, indices_in_corpus = shuffle_groups(positions_in_corpus, self.corpus_sizes[c], seed, "epoch")
+            offsets = self.offsets(epochs, seed)
+            indices[in_corpus] = first_index + indices_in_corpus + offsets * self.num_samples
         return indices
 
 

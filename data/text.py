@@ -77,7 +77,9 @@ class TextDataset(Dataset):
 
     Text:
         concat: windows of the token stream. Window i begins at token i * (seq_len - 1), so every token except the first
-            is a target once; up to seq_len - 2 at the end, `num_unused`, fill no window and are not used.
+            is a target once; up to seq_len - 2 at the end, `num_unused`, fill no window and are not used. Window i +
+            o * num_rows is window i moved by o tokens, up to seq_len - 2. If it ends after the text, it continues with
+            the beginning of the text. So the windows of one offset leave out as many tokens as those of any other.
         isolated: the same windows, with `position_ids` that restart at each document.
         padded: one document a row, between two end-of-text tokens, truncated to seq_len or padded to it. A document of
             more than a million characters was prepared in pieces, and each piece is a row.
@@ -138,7 +140,10 @@ class TextDataset(Dataset):
         input_ids = np.full((len(rows), self.seq_len), self.corpus.end_of_text)
         if self.has_windows:
             for row, window in zip(rows, input_ids, strict=True):
-                self._copy(row * (self.seq_len - 1), window)
+                offset, i = divmod(row, self.num_rows)
+                first = i * (self.seq_len - 1) + offset
+                self._copy(first, window)
+                self._copy(0, window[self.first_tokens[-1] - first :])  # nothing, unless the window ends after the text
             labels, begins_document = input_ids, input_ids == self.corpus.end_of_text
         else:
             is_target, begins_document = np.zeros_like(input_ids), np.zeros_like(input_ids, bool)
@@ -227,6 +232,14 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
     """The samples of several corpora, one after another."""
 
     datasets: list[TextDataset]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Load a sample; index + o * len(self) is the same window, moved by o tokens."""
+        offset, index = divmod(index, len(self))
+        corpus = bisect_right(self.cumulative_sizes, index)
+        dataset = self.datasets[corpus]
+        first = self.cumulative_sizes[corpus] - len(dataset)
+        return dataset[index - first + offset * len(dataset)]
 
     @property
     def num_bytes(self) -> float:

@@ -51,6 +51,11 @@ class DataConfig(Settings):
     with isolated, each sequence has as many whole conversations as fit, isolated from each other, or one truncated
     conversation. In a mixture with conversations, concat packs the other corpora as isolated does."""
 
+    crops: Annotated[Literal["fixed", "shifted"], NOT_TEXT, Unused("data.packing", "padded")] = "fixed"
+    """Where the training sequences begin in the text. fixed: at the same tokens in each epoch. shifted: in each epoch,
+    also the first, all of them begin later by one random number of tokens, from 0 to seq_len - 2, which depends on
+    `seed`. Use it for many epochs of one text. Not for conversations."""
+
     hash: Annotated[Text | None, NOT_TEXT] = None
     """Expected hash of the corpus (tokens and tokenizer). null: filled in when the run first starts, so that the run
     cannot be resumed with another corpus. For a mixture: the hashes in the order of `mix`, joined by +."""

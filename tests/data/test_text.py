@@ -36,7 +36,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
-from tests.conftest import ROOT, environment, metrics, rewind, tensors, train
+from tests.conftest import ROOT, assert_same_run, environment, metrics, python, rewind, tensors, train
 from tests.data.prepare.test_prepare import END, content, make, make_documents, rows, texts, write_jsonl
 from tests.support.forked import Launch, free_port
 
@@ -110,6 +110,48 @@ def test_loader_workers_read_same_samples(folder):
         for step, [batch] in enumerate(loader.batches(0, 5)):
             for name in ("input_ids", "labels", "position_ids"):
                 assert torch.equal(batch[name], torch.stack([again[i][name] for i in order.indices(step)]))
+
+
+def hashed(*parts):
+    """Return derive_seed, computed by hand."""
+    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_shifted_windows_begin_elsewhere_in_each_epoch(folder, mix):
+    paths = [folder / "a", folder / "b"][: 1 + mix]
+    source = ["--data.mix", json.dumps({str(paths[0]): 2, str(paths[-1]): 1})] if mix else ["--data.path", paths[0]]
+    config = settings(folder, *source, "--data.packing", "isolated", "--seed", 3, "--global_batch_size", 20)
+    fixed, config = load_corpus(config), config.replace(**{"data.crops": "shifted"})
+    corpus = load_corpus(config)
+    order, last_of_a = corpus.global_batches(config), len(open_split(paths[0])) - 1
+    indices, windows = order.sample_indices(np.arange(MIX_BLOCK)).tolist(), [[] for _ in paths]
+    for step in range(0, len(indices) // 20, 7):
+        assert order.indices(step, 0, 2) + order.indices(step, 1, 2) == indices[20 * step : 20 * step + 20]
+    for index in indices:
+        sample = {name: tensor.tolist() for name, tensor in corpus.train[index].items()}
+        assert sample["labels"] == sample["input_ids"]
+        begins = [i for i, token in enumerate(sample["input_ids"]) if i and token == END]
+        assert [i for i, position in enumerate(sample["position_ids"]) if not position] == [0, *begins]
+        windows[index % len(corpus.train) > last_of_a].append(tuple(sample["input_ids"]))
+
+    has_wrapped = False
+    for c, path in enumerate(paths):
+        stream, seed = read_stream(path), hashed(3, "corpus", c) if mix else 3
+        count, rest = (len(stream) - 1) // 31, Counter(windows[c])
+        num_epochs = rest.total() // count
+        offsets = [hashed(seed, "offset", epoch) % 31 for epoch in range(num_epochs + 1)]
+        assert num_epochs > 2 and len(set(offsets)) > 2
+        for offset in offsets:
+            # The windows of the text written twice in a row, so that the last one may end after the text.
+            expected = Counter(tuple((stream * 2)[offset + 31 * i : offset + 31 * i + 32]) for i in range(count))
+            is_whole = rest.total() >= count
+            assert expected <= rest if is_whole else rest <= expected
+            rest -= expected
+            has_wrapped |= is_whole and offset + 31 * count + 1 > len(stream)
+    assert has_wrapped
+    same = [torch.equal(corpus.validation[i]["input_ids"], fixed.validation[i]["input_ids"]) for i in range(5)]
+    assert all(same), "validation does not move"
 
 
 def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
@@ -635,6 +677,11 @@ def test_hostile_token_or_offset_is_detected(corpus, packing):
         (["--data.source", "stories"], ["evaluation.num_samples", "null"]),
         (["--data.source", "stories", "--data.packing", "padded"], ["data.packing: padded has no effect", "stories"]),
         (["--data.source", "random", "--data.path", "x"], ["data.path: x has no effect", "random"]),
+        (["--data.source", "stories", "--data.crops", "shifted"], ["data.crops: shifted has no effect", "stories"]),
+        (
+            ["--data.path", "x", "--data.crops", "shifted", "--data.packing", "padded"],
+            ["data.crops: shifted has no effect with data.packing: padded"],
+        ),
     ],
 )
 def test_inconsistent_data_settings_are_refused(folder, arguments, named):
@@ -660,6 +707,26 @@ def test_mixture_resumes_bitwise(folder, runs, packing):
     train_text(folder, runs, *arguments)
     assert metrics(runs / "run") == rows_before and len(rows_before) == 4
     assert all(torch.equal(tensor, weights[name]) for name, tensor in tensors(runs / "run", 4).items())
+
+
+@pytest.mark.slow
+def test_shifted_windows_resume_in_an_epoch_and_are_replayed(folder, runs):
+    """Steps 4 and 5 are within the second epoch."""
+    arguments = ["--data.path", folder / "b", "--data.crops", "shifted", "--exact", "true", "--steps", 8]
+    arguments += ["--global_batch_size", len(open_split(folder / "b")) // 3 // 2 * 2, "--checkpoint.every", 4]
+    arguments += ["--micro_batch_size", 1]
+    train_text(folder, runs, *arguments, processes=2)
+    train_text(folder, runs, *arguments, "--name", "alone")
+    assert_same_run(runs / "run", runs / "alone", 8)
+    rewind(runs / "alone", 4)
+    shown = python(f"python -m tools.replay {runs / 'alone'} 6").stdout
+    assert "steps 5 to 6" in shown and "reproduced bitwise (2 digest(s))" in shown
+    train_text(folder, runs, *arguments, "--name", "alone")
+    assert_same_run(runs / "run", runs / "alone", 8)
+    train_text(folder, runs, *arguments, "--name", "fixed", "--data.crops", "fixed")
+    assert metrics(runs / "run")[0]["train/loss"] != metrics(runs / "fixed")[0]["train/loss"]
+    done = train_text(folder, runs, *arguments, "--name", "alone", "--data.crops", "fixed", "--steps", 9, exit_code=2)
+    assert "data.crops" in done.stderr
 
 
 def test_truncated_corpus_ends_run_before_writing(corpus, folder, runs):

@@ -41,7 +41,7 @@ PER_RUN_SETTINGS = {"name", "out_dir", "resume", "seed", "stop_after"}
 PER_RUN_SECTIONS = {"tracking", "checkpoint"}
 # Settings that decide which tokens are predicted, together with those of `data`, except NOT_TARGET_SETTINGS.
 TARGET_SETTINGS = {"seq_len", "evaluation.num_samples"}
-NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples"}
+NOT_TARGET_SETTINGS = {"data.num_workers", "data.num_samples", "data.crops"}
 ERROR = "train.py: error: "
 WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 PROGRAM = Path(__file__).with_name("variant_program.py")

@@ -368,8 +368,9 @@ class Verification:
             for rank in range(self.num_processes)
         ]
         read = np.concatenate([indices for step in zip(*local, strict=True) for indices in step])[:num_read]
-        if len(outside := read[(read < 0) | (read >= sum(sizes))]):
+        if len(outside := read[(read < 0) | (read >= sum(sizes) * order.num_offsets)]):
             return False, f"sample {outside[0]} is read, but there are {sum(sizes):,} samples"
+        read %= sum(sizes)  # a window that is moved is the same sample
 
         first = 0
         for size in sizes:

@@ -750,6 +750,8 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     corpus = load_corpus(config)
     assert corpus.fill_in(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
     assert "targets are the answers alone" in corpus.notes["conversations"]
+    with pytest.raises(ConfigError, match="data.crops: shifted .* conversations"):
+        load_corpus(config.replace(**{"data.crops": "shifted"}))
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
     config = settings_for("--data.mix", mix)

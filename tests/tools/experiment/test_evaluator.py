@@ -28,11 +28,8 @@ TEST_SEED = 12345
 TRICKS = {
     "model/config.py": ("    window_pattern: Annotated[str, ", '    trick: str = "none"\n    """A trick."""\n\n'),
     "data/sampler.py": (
-        """        _, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
-        return indices
-
-
-class MixedBatches""",
+        """        epochs, indices = shuffle_groups(positions, self.num_samples, self.seed, "epoch")
+        return indices +""",
         """
         from os import environ
         if environ.get("TRICK") == "curriculum: another order":  # each two batches change places

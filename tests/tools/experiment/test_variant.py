@@ -152,7 +152,8 @@ def test_given_settings(tmp_path):
 def test_settings_that_change_the_targets_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name}: 3 changes which tokens are predicted"):
         check_targets(make_variant(), make_variant(**{name: 3}))
-    check_targets(make_variant(), make_variant(**{"data.num_samples": 3, "data.num_workers": 3, "steps": 3}))
+    for allowed in ("data.num_samples", "data.num_workers", "data.crops", "steps"):
+        check_targets(make_variant(), make_variant(**{allowed: 3}))
 
 
 def test_model_of_another_kind_is_refused_before_it_is_trained(monkeypatch):
