@@ -6,6 +6,7 @@ The statistic is that of the race (verdicts.py), so more seeds may be added afte
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,22 +16,20 @@ from typing import Any
 from runtime.config.errors import ConfigError
 from runtime.files import write_atomically
 from tools.experiment import report, verdicts
-from tools.experiment.change import Idea, idea_texts, parse_idea
-from tools.experiment.race import (
+from tools.experiment.baseline import (
     baseline_margin,
     experiment_folder,
     open_experiment,
     resolve_baseline,
-    run_with_json,
     with_base,
 )
+from tools.experiment.change import Idea, idea_texts, parse_idea
+from tools.experiment.race import run_with_json
 from tools.experiment.record import Record
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs, runs_of
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Result, Runs, runs_of
 from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
 from tools.jobs.runner import JobRunner
-
-MIN_RUNS = 2  # of each variant, before it is compared: without a race, nothing else tells how much runs scatter
 
 
 def main(config: ConfirmConfig) -> None:
@@ -69,10 +68,11 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     if missing := missing_runs(config, runs, sizes):
         train(config, runs, missing, baseline)
 
+    digests = {size: {name: one.digest for name, one in scaled.items()} for size, scaled in sizes.items()}
     differences = []
-    for size, scaled in sizes.items():
-        differences += compare(size, scaled, pairs, runs, baseline_margin(config, baseline))
-    trained = {variant.digest for scaled in sizes.values() for variant in scaled.values()}
+    for size, some in digests.items():
+        differences += compare(size, some, pairs, runs.results, baseline_margin(config, baseline))
+    trained = {digest for some in digests.values() for digest in some.values()}
     results = [result for digest in trained for result in runs_of(runs.results, digest, SEEDS_OF_CONFIRMATIONS)]
     result = {
         "version": report.JSON_VERSION,
@@ -82,6 +82,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         "seeds": config.seeds,
         "data_seed": config.data_seed,
         "differences": differences,
+        "trends": trends(differences, digests, runs.results),
         "failures": sorted({result.failure for result in results if result.failure}),
     }
     identity = repr([config.data_seed, [idea.key for idea in ideas]])
@@ -172,32 +173,60 @@ def train(config: ConfirmConfig, runs: Runs, missing: list[Planned], baseline: V
         nonlocal text
         if not text and (text := describe_time(runs, missing, baseline)):
             print(f"confirm: {len(missing)} runs, {text}", file=sys.stderr)
-        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes) else None
+        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes, todo[0][0]) else None
 
     runs.train(next_run)
 
 
 def compare(
-    size: float, variants: dict[str, Variant], pairs: list[tuple[str, str]], runs: Runs, margin: float
+    size: float,
+    digests: Mapping[str, str],
+    pairs: list[tuple[str, str]],
+    results: Mapping[str, Result],
+    margin: float,
 ) -> list[dict[str, Any]]:
-    """Return the differences of the pairs at one size; a variant whose runs fail more often is `failed`."""
-    unique = list({variant.digest: variant for variant in variants.values()}.values())  # equal ones share their runs
-    digests = [variant.digest for variant in unique]
-    groups = [runs.group(variant, SEEDS_OF_CONFIRMATIONS) for variant in unique]
-    indices = [
-        (digests.index(variants[against].digest), digests.index(variants[name].digest)) for name, against in pairs
+    """Return the differences of the pairs at one size, at which `digests` are those of the variants by their names."""
+    compared = [(digests[against], digests[name]) for name, against in pairs]
+    rows = report.describe_comparisons(results, compared, margin)
+    return [
+        {"size": size, "variant": name, "against": against, **row}
+        for (name, against), row in zip(pairs, rows, strict=True)
     ]
-    known = [pair for pair in indices if all(len(groups[index].values) >= MIN_RUNS for index in pair)]
-    found = dict(zip(known, verdicts.find(groups, known, margin, len(known)), strict=True))
+
+
+def trends(
+    differences: list[dict[str, Any]], digests: dict[float, dict[str, str]], results: Mapping[str, Result]
+) -> list[dict[str, Any]]:
+    """Return how the effect of each pair differs at each larger size from its effect at the smallest one."""
+    smallest, groups = min(digests), report.Groups(results)
+    effects = {(one["size"], one["variant"], one["against"]): one for one in differences}
+    compared = [pair for pair in effects if pair[0] > smallest]
+    contrasts = []
+    for size, name, against in compared:
+        first, second = digests[smallest], digests[size]
+        contrasts.append(groups.indices(first[name], first[against], second[against], second[name]))
     rows = []
-    for (name, against), pair in zip(pairs, indices, strict=True):
-        against_group, group = groups[pair[0]], groups[pair[1]]
-        row = {"size": size, "variant": name, "against": against}
-        row |= report.describe_finding(found.get(pair, verdicts.Finding()))
-        row |= {"runs": group.num_ended, "failed": group.failed}
-        if verdicts.fails_more_often(group, against_group):
-            row["verdict"] = "failed"
-        if group is against_group:
-            row["verdict"] = "identical"
+    for (size, name, against), contrast in zip(compared, contrasts, strict=True):
+        row = {"variant": name, "against": against, "from": smallest, "to": size, "trend": "unknown"}
+        row |= dict.fromkeys(("change", "low", "high"))
+        both = [effects[one, name, against] for one in (smallest, size)]
+        if all(one["effect"] is not None and one["verdict"] not in ("identical", "failed") for one in both):
+            found = verdicts.compare(groups.values, [tuple(contrast)])
+            change, half_width = float(found.effects[0]), float(found.half_widths[0])
+            ends = (change, change - half_width, change + half_width)
+            row |= dict(zip(("change", "low", "high"), map(report.change, ends), strict=True))
+            row["trend"] = trend(both, change if abs(change) > half_width else 0.0)
         rows.append(row)
     return rows
+
+
+def trend(effects: list[dict[str, Any]], change: float) -> str:
+    """Return what becomes of an effect at another size, where it certainly differs by `change`; 0 if it may not."""
+    first, second = effects
+    if {first["verdict"], second["verdict"]} == {"better", "worse"}:
+        return "changes sign"
+    if not change:
+        return "unknown"
+    # An effect that is not significant may have either sign, so the other one decides which direction is a growth.
+    known = first if first["verdict"] in ("better", "worse") else second
+    return "grows" if (change < 0) == (known["effect"] < 0) else "shrinks"

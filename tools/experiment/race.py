@@ -8,8 +8,6 @@ ideas or a larger budget uses the runs that are there.
 
 import json
 import math
-import re
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +20,19 @@ from typing import Any
 import yaml
 
 from runtime.config.errors import ConfigError, RunError
-from runtime.config.paths import expand_user_path
-from runtime.files import lock, open_no_link, write_atomically
-from runtime.json_objects import parse_object
-from tools.experiment import change, report, sandbox, verdicts
+from runtime.files import write_atomically
+from tools.experiment import change, reach, report, sandbox, verdicts
+from tools.experiment.baseline import (
+    baseline_margin,
+    experiment_folder,
+    open_experiment,
+    resolve_baseline,
+    with_base,
+)
 from tools.experiment.change import Checkouts, Idea, head_commit, idea_texts, is_patch, parse_idea, split_words
-from tools.experiment.record import RECORD_VERSION, Record, Round, describe
+from tools.experiment.record import Record, Round, describe
 from tools.experiment.runs import Next, Runs, runs_of
-from tools.experiment.settings import ExperimentConfig, IdeasConfig
+from tools.experiment.settings import ExperimentConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, scale_steps
 from tools.experiment.verdicts import BASELINE, Finding
 from tools.jobs.launch import Launch
@@ -39,8 +42,6 @@ RUNS_PER_IDEA, MORE_RUNS = 8, 40
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
 STOP_SECONDS = 20.0  # after a signal: then a run that has not saved is killed
 CLEAR_HARM = 4.0  # standard errors, perhaps of a single run: enough to save the runs of an idea in later rounds
-# Somewhat more than the scatter of seeds that we measured, so that a default budget decides an idea without effect.
-MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.015
 
 
 def main(config: ExperimentConfig) -> None:
@@ -82,44 +83,11 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     running = Race(config, recipe, baseline, named, jobs)
     with running.recorded():
         running.run()
+        running.measure_reach()
     result = report.describe_race(running.file)
     if config.compute_multiplier:
         result["compute_multiplier"] = running.compute_multiplier()
     return [json.dumps(result)] if config.print_json else report.race_lines(result)
-
-
-def with_base(recipe: Recipe, arguments: Sequence[str], ideas: Mapping[str, Idea]) -> Recipe:
-    """Return the recipe with the commit that a branch is based on, if that is the only argument."""
-    only = ideas.get(arguments[0]) if len(arguments) == 1 else None
-    return replace(recipe, commit=only.base) if only and only.base else recipe
-
-
-def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
-    """Return the baseline, and the recipe with the settings that an experiment adds to all runs.
-
-    Of a text corpus, half of the validation sequences are withheld from all runs, for the evaluator.
-    """
-    print("checking the baseline and the ideas ...", file=sys.stderr)  # which imports torch, so it takes seconds
-    baseline = recipe.variant()
-    if baseline.settings["data.source"] == "text" and not baseline.settings["evaluation.every"]:
-        raise ConfigError("evaluation.every: 0 reads no validation data, of which half are the test data; raise it")
-    if baseline.validation_rows is not None:
-        half = baseline.validation_rows // 2
-        if not half:
-            raise ConfigError("data: the validation set has fewer than two sequences; prepare a larger one")
-        num_samples = min(baseline.settings["evaluation.num_samples"] or half, half)
-        recipe = replace(recipe, settings=(*recipe.settings, ("evaluation.num_samples", num_samples)))
-        baseline = recipe.variant()
-    return baseline, recipe
-
-
-def experiment_folder(config: IdeasConfig, recipe: Recipe, baseline: Variant) -> Path:
-    """Return the folder of all experiments with a baseline: named for its config file and a hash of what it is."""
-    files = [after for word, after in zip(recipe.words, recipe.words[1:], strict=False) if word == "--config"]
-    files += [word.partition("=")[2] for word in recipe.words if word.startswith("--config=")]
-    kind = "" if config.equal == "steps" else f"-{config.equal}"
-    kind += "" if config.metric is None else "-" + re.sub(r"\W+", "_", config.metric)
-    return expand_user_path("folder", config.folder) / f"{Path(files[-1]).stem}-{baseline.digest}{kind}"
 
 
 def race_name(arguments: Sequence[str], named: Mapping[str, Idea], tune: str | None) -> str:
@@ -130,33 +98,6 @@ def race_name(arguments: Sequence[str], named: Mapping[str, Idea], tune: str | N
     """
     ideas = [named[text].key if text in named else text for text in arguments]
     return sha256(repr([*ideas, *([tune] if tune else [])]).encode()).hexdigest()[:8]
-
-
-def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
-    """Return the margin as a log ratio."""
-    has_entropy = baseline.settings["data.source"] in ("stories", "random") and config.metric is None
-    return math.log1p(config.margin or (MARGIN_OF_EXCESS_LOSS if has_entropy else MARGIN_OF_LOSS))
-
-
-def open_experiment(folder: Path, checkouts: Checkouts, name: str) -> int:
-    """Lock the folder of an experiment for a race, "confirm" or "agreement"; return the seed of its test data.
-
-    It is locked until the checkouts are removed.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    opened = open(folder / ".lock", "a", opener=open_no_link)  # noqa: SIM115 - closed with the checkouts
-    locked = checkouts.enter_context(opened)
-    if not lock(locked):
-        remedy = "to add ideas, write patches into a folder that it was given"
-        raise ConfigError(f"folder: another process runs {folder}; {remedy}")
-    locked.truncate(0)
-    locked.write(name)
-    locked.flush()
-    file = folder / "experiment.json"
-    if not file.exists():
-        secret = {"test_seed": secrets.randbits(62), "key": secrets.token_hex(16)}
-        write_atomically(file, json.dumps({"version": RECORD_VERSION} | secret) + "\n")
-    return parse_object(file.read_bytes())["test_seed"]
 
 
 class Race:
@@ -498,6 +439,20 @@ class Race:
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS
         return self.num_runs() >= limit or self.runs.is_time_spent(self.start_time, self.config.minutes)
+
+    def measure_reach(self) -> None:
+        """Measure what was found elsewhere, if that is asked for or minutes are left."""
+        if not self.record.stack or self.config.reach is False or not (self.config.reach or self.config.minutes):
+            return
+
+        def may_start(variant: Variant) -> bool:
+            return not self.runs.is_time_spent(self.start_time, self.config.minutes, variant)
+
+        ideas = [self.record.ideas[key] for key in self.record.stack]
+        changes = reach.plan(self.config, self.recipe, self.runs, ideas)
+        reach.note(self.record, changes)
+        self.record.write(self.file)
+        reach.train(changes, may_start)
 
     def compute_multiplier(self) -> list[float] | None:
         """Return how many times its steps the baseline would need for the loss of what was found, with its interval."""

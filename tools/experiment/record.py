@@ -33,6 +33,9 @@ class Round:
     comparisons, so that the removal of ideas that look bad makes no other look better."""
     winner: str | None = None
     """Key of the idea that joined the baseline after this round."""
+    reach: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Where the winner was measured again, by the name of the change, such as "at twice the steps": the folder of the
+    experiment, the digests of `baseline` and `variant`, and the margin."""
 
 
 @dataclass

@@ -3,8 +3,9 @@
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase
@@ -18,9 +19,9 @@ from tools.experiment import verdicts
 from tools.experiment.change import Idea
 from tools.experiment.picture import draw, label, unit_of
 from tools.experiment.record import Record, Round
-from tools.experiment.runs import Result, group_of, read_results, runs_of
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Result, group_of, read_results, runs_of
 from tools.experiment.settings import ReportConfig
-from tools.experiment.verdicts import Finding
+from tools.experiment.verdicts import Finding, Group
 from tools.jobs.runner import EXIT_STOPPED
 
 JSON_VERSION = 1
@@ -28,6 +29,8 @@ EFFECT = ("effect", "low", "high", "p", "q")
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
 KILLED = "it was killed; run the same command again to resume"
 WITHDRAWN = "its patch or line was removed"
+HOLDS = {"better": "yes", "worse": "no", "failed": "no"}  # of a gain that was measured elsewhere, by its verdict
+MIN_RUNS = 2  # of a variant with reserved seeds: without a race, nothing else tells how much runs scatter
 MAX_LOG_RATIO = 700.0
 MAX_CHANGE = 100.0  # an interval that ends above says nothing
 
@@ -87,6 +90,61 @@ def is_identical(results: Mapping[str, Result], baseline: str, variant: str) -> 
     return both[0].digest == both[1].digest and both[0].loss == both[1].loss
 
 
+class Groups:
+    """The runs of variants with reserved seeds, as groups for verdicts.py, in the order in which they are asked for."""
+
+    def __init__(self, results: Mapping[str, Result]):
+        self.results, self.by_digest = results, dict[str, Group]()
+
+    def indices(self, *digests: str) -> list[int]:
+        """Return the index of the group of each digest."""
+        for digest in digests:
+            self.by_digest.setdefault(digest, group_of(runs_of(self.results, digest, SEEDS_OF_CONFIRMATIONS)))
+        return [list(self.by_digest).index(digest) for digest in digests]
+
+    @property
+    def all(self) -> list[Group]:
+        """All groups."""
+        return [*self.by_digest.values()]
+
+    @property
+    def values(self) -> list[list[float]]:
+        """The values of each group."""
+        return [group.values for group in self.by_digest.values()]
+
+
+def compare_runs(results: Mapping[str, Result], pairs: Iterable[tuple[str, str]], margin: float) -> list[Finding]:
+    """Return what reserved seeds say of pairs of digests (baseline, variant)."""
+    groups = Groups(results)
+    indices = [tuple(groups.indices(*pair)) for pair in pairs]
+    known = [
+        (first, second)
+        for first, second in dict.fromkeys(indices)
+        if first != second and all(len(groups.values[index]) >= MIN_RUNS for index in (first, second))
+    ]
+    found = dict(zip(known, verdicts.find(groups.all, known, margin, len(known)), strict=True))
+    findings = []
+    for first, second in indices:
+        finding = found.get((first, second), Finding())
+        if first == second:
+            finding = Finding("identical", 0.0, 0.0)
+        elif verdicts.fails_more_often(groups.all[second], groups.all[first]):
+            finding = replace(finding, verdict="failed")
+        findings.append(finding)
+    return findings
+
+
+def describe_comparisons(
+    results: Mapping[str, Result], pairs: Sequence[tuple[str, str]], margin: float
+) -> list[dict[str, Any]]:
+    """Return what reserved seeds say of pairs of digests (baseline, variant), and the runs of the variants."""
+    rows = []
+    for (_, digest), finding in zip(pairs, compare_runs(results, pairs, margin), strict=True):
+        group = group_of(runs_of(results, digest, SEEDS_OF_CONFIRMATIONS))
+        rows.append(describe_finding(finding) | {"runs": group.num_ended, "failed": group.failed})
+    return rows
+
+
 def describe_race(file: Path) -> dict[str, Any]:
     """Return the result of a race as the object of `--json`, and draw its picture.
 
@@ -95,6 +153,9 @@ def describe_race(file: Path) -> dict[str, Any]:
     """
     record, results = Record.read(file), read_results(file.parents[1])
     rounds = [describe_round(number, entry, record, results) for number, entry in enumerate(record.rounds, start=1)]
+    for entry, reaches in zip(rounds, describe_reach(record, file.parents[2]), strict=True):
+        for idea in entry["ideas"]:
+            idea["reach"] = reaches if idea["joined"] else None
     last: dict[str, dict[str, Any]] = {}
     for entry in rounds:
         for idea in entry["ideas"]:
@@ -187,6 +248,24 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
         "baseline_runs": len(baseline),
         "ideas": ideas,
     }
+
+
+def describe_reach(record: Record, folder: Path) -> list[list[dict[str, Any]]]:
+    """Return where the winner of each round was measured again, and whether its gain holds there.
+
+    Args:
+        record: of the race.
+        folder: of all experiments.
+    """
+    reaches: list[list[dict[str, Any]]] = [[] for _ in record.rounds]
+    for name in dict.fromkeys(name for entry in record.rounds for name in entry.reach):
+        measured = {number: entry.reach[name] for number, entry in enumerate(record.rounds) if name in entry.reach}
+        first = next(iter(measured.values()))
+        pairs = [(one["baseline"], one["variant"]) for one in measured.values()]
+        rows = describe_comparisons(read_results(folder / first["folder"]), pairs, first["margin"])
+        for number, row in zip(measured, rows, strict=True):
+            reaches[number].append({"change": name, "holds": HOLDS.get(row["verdict"], "unknown")} | row)
+    return reaches
 
 
 def describe_arm(idea: Idea) -> dict[str, Any]:
@@ -327,7 +406,9 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
     excess = entry["baseline_excess_loss"]
     losses = name_loss(number(entry["baseline_loss"], ".4f"), race) + (f", excess loss {excess:.4f}" if excess else "")
     lines = [f"Round {entry['round']}, on {on or 'the baseline'}: {losses} in {entry['baseline_runs']} runs"]
-    lines += [sentence(idea, entry, race) for idea in entry["ideas"] if idea["verdict"] == "better"]
+    for idea in entry["ideas"]:
+        if idea["verdict"] == "better":
+            lines += [sentence(idea, entry, race), *reach_lines(idea)]
     if len(entry["ideas"]) == 1 and entry["ideas"][0]["verdict"] != "better":
         lines.append(sentence(entry["ideas"][0], entry, race))
     changes_code = any(idea["lines"] for idea in entry["ideas"])
@@ -357,6 +438,16 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
         lines += [f"why: {name}: {idea['why']}"] if idea["why"] else []
         lines += [f"read: {name}: {line}" for line in idea["lines_to_read"]]
     return lines
+
+
+def reach_lines(idea: Mapping[str, Any]) -> list[str]:
+    """Return where a winner was measured again, and whether its gain holds there, as a line."""
+    parts = []
+    for one in idea["reach"] or ():
+        known = [] if one["effect"] is None else [percent(one["effect"]), interval(one)]
+        known.append(f"{one['runs']} runs")
+        parts.append(f"{one['change']}: {one['holds']} ({', '.join(known)})")
+    return [f"    holds {'; '.join(parts)}"] if parts else []
 
 
 def verdict_text(idea: Mapping[str, Any]) -> str:
@@ -402,6 +493,12 @@ def confirmation_lines(confirmation: dict[str, Any]) -> list[str]:
         counts = [str(one["runs"]), str(one["failed"] or "")]
         compared = [names.get(name, name) for name in (one["variant"], one["against"])]
         table.append([*compared, f"{one['size']:g}x", *known, *counts])
+    trends: list[list[str]] = [["", "against", "size", "effect", "change", "95% interval"]]
+    for one in confirmation.get("trends", ()):  # an older file has none
+        compared = [names.get(name, str(name)) for name in (one["variant"], one["against"])]
+        trends.append(
+            [*compared, f"{one['from']:g}x to {one['to']:g}x", one["trend"], percent(one["change"]), interval(one)]
+        )
     seed = confirmation["data_seed"]
     data = "" if seed is None else f", data.seed {seed}"
     lines = [
@@ -409,5 +506,6 @@ def confirmation_lines(confirmation: dict[str, Any]) -> list[str]:
         *(f"    {letter}: {idea}" for idea, letter in zip(ideas, ascii_uppercase, strict=False)),
         "",
         *aligned(table),
+        *(["", *aligned(trends)] if len(trends) > 1 else []),
     ]
     return lines + [f"failed: {message}" for message in confirmation["failures"]]

@@ -112,6 +112,8 @@ class Runs:
         """Seconds from start to end of the runs that this process trained, by name."""
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
         jobs.overdue = self._overdue
+        self._seconds_per_flop: list[float] = []
+        """Of the same runs as `elapsed`."""
         self._started: dict[Job, float] = {}
         self._killed: dict[str, int] = {}
         self._last_progress = time.monotonic()
@@ -141,10 +143,17 @@ class Runs:
         """Return whether a run has ended with a loss or a failure."""
         return name in self.results and not self.results[name].is_stopped
 
-    def is_time_spent(self, start_time: float, minutes: float | None) -> bool:
-        """Return whether a run, judging by the longest one so far, would end more than `minutes` after a start."""
+    def is_time_spent(self, start_time: float, minutes: float | None, variant: Variant | None = None) -> bool:
+        """Return whether a run would end more than `minutes` after a start.
+
+        It is judged by the longest one so far, or, if its variant is given, by its FLOPs.
+        """
         elapsed = time.monotonic() - start_time
-        return minutes is not None and elapsed + max(self.elapsed.values(), default=0) > 60 * minutes
+        seconds = max(self.elapsed.values(), default=0.0)
+        if variant:
+            of_baseline = (self._typical_seconds() or 0.0) / self.baseline.flops
+            seconds = variant.flops * max(self._seconds_per_flop, default=of_baseline)
+        return minutes is not None and elapsed + seconds > 60 * minutes
 
     # Equal costs
 
@@ -187,6 +196,7 @@ class Runs:
             SystemExit: a signal was received; what has finished is kept.
             RunError: a disk is full.
         """
+        self.jobs.overdue = self._overdue  # other runs may have been trained in between
         with ThreadPoolExecutor(1) as pool:
             ended: list[tuple[Job, dict[str, Any]]] = []
             evaluation: Future[list[Result]] | None = None
@@ -256,6 +266,7 @@ class Runs:
         else:
             if outcome:
                 self.elapsed[name] = time.monotonic() - self._started[job]
+                self._seconds_per_flop.append(self.elapsed[name] / self.pending[name][0].flops)
                 if self.pending[name][0].digest == self.baseline.digest:
                     self._baseline_seconds.append(self.elapsed[name])
             return True

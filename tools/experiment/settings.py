@@ -127,6 +127,14 @@ class ExperimentConfig(TunedConfig):
     max_flops: PositiveFloat | None = None
     """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
 
+    reach: bool | None = None
+    """Train what a race found on other data, for twice the steps and with four times the parameters, and say where it
+    is better as well. null: in the time that is left of --minutes when the race has ended."""
+
+    other_data: str | None = None
+    """Settings of the other data in one argument, such as "--data.source text --data.path corpora/mine". null: stories
+    for a race on text; a race on stories has none."""
+
     compute_multiplier: bool = False
     """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the
     loss of what was found."""

@@ -159,6 +159,8 @@ class Recipe:
     checkouts: Checkouts
     settings: tuple[tuple[str, Any], ...] = ()
     """Settings that follow the words."""
+    data: dict[str, Any] | None = None
+    """Settings of other data, in place of those of `data` that are given; None: these."""
     config_files: dict[Path, str] = field(default_factory=dict)
     """Content of each config file, which is read once, so that edits during an experiment reach no run."""
     is_stopped: Callable[[], bool] = lambda: False
@@ -180,6 +182,8 @@ class Recipe:
                 for idea in stack:
                     given |= given_settings(idea.settings, code, self.config_files)
                     given |= {name: scaled(name, given, factor) for name, factor in idea.factors.items()}
+                if self.data is not None:
+                    given = {name: value for name, value in given.items() if not name.startswith("data.")} | self.data
                 given |= dict(self.settings)
                 requests.setdefault(code, {})[index] = given
             except ConfigError as error:

@@ -107,7 +107,7 @@ def moderate_variances(groups: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences of pairs of groups, each array [pairs]."""
+    """Contrasts of groups, each array [contrasts]."""
 
     effects: np.ndarray
     half_widths: np.ndarray
@@ -115,20 +115,23 @@ class Differences:
     standard_errors: np.ndarray
 
 
-def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]]) -> Differences:
-    """Compare the means of pairs of groups by intervals and p-values that hold at every look.
+def compare(groups: Sequence[Sequence[float]], contrasts: Sequence[tuple[int, ...]]) -> Differences:
+    """Compare the means of groups by intervals and p-values that hold at every look.
 
     If the values of each group are equal, as those of a coarse metric may be, nothing tells how much runs scatter: the
     intervals are infinite and the p-values 1.
 
     Args:
-        groups: log losses, at least one in each group of a pair.
-        pairs: (baseline, variant), indices of groups.
+        groups: log losses, at least one in each group of a contrast.
+        contrasts: indices of groups whose means are subtracted and added in turn: (baseline, variant) is an effect, and
+            (variant, baseline, other_baseline, other_variant) is the other effect minus the first one.
     """
     variances, freedom, total = moderate_variances(groups)
-    means = np.array([np.mean(group) if len(group) else math.nan for group in groups])
-    first, second = np.array(pairs, int).reshape(-1, 2).T
-    effects = means[second] - means[first]
+    means = np.array([np.mean(group) if len(group) else 0.0 for group in groups])
+    weights = np.zeros((len(contrasts), len(groups)))
+    for row, contrast in zip(weights, contrasts, strict=True):
+        np.add.at(row, list(contrast), np.resize([-1.0, 1.0], len(contrast)))
+    effects = weights @ means
     if not variances.any():
         unknown = np.full(len(effects), math.inf)
         return Differences(effects, half_widths=unknown, p=np.ones(len(effects)), standard_errors=unknown)
@@ -136,9 +139,8 @@ def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]])
     squared_errors = variances / counts  # of the means
 
     # Welch and Satterthwaite's degrees of freedom of a difference.
-    sums = squared_errors[first] + squared_errors[second]
-    weights = squared_errors**2 / freedom
-    difference_freedom = np.minimum(sums**2 / (weights[first] + weights[second]), total)
+    sums = weights**2 @ squared_errors
+    difference_freedom = np.minimum(sums**2 / (weights**4 @ (squared_errors**2 / freedom)), total)
     errors = np.sqrt(sums)
 
     # The t-statistic becomes the normal quantile of the same tail, and the mixture over effects ~ N(0, scale^2) turns
@@ -146,7 +148,7 @@ def compare(groups: Sequence[Sequence[float]], pairs: Sequence[tuple[int, int]])
     # The scale follows the scatter of single runs, so the intervals suit losses that vary by 0.1% and by 10% alike, and
     # their width in standard errors depends on little but the numbers of runs.
     z = -ndtri(stdtr(difference_freedom, -np.abs(effects) / errors).clip(1e-300))
-    run_deviation = np.sqrt((variances[first] + variances[second]) / 2)
+    run_deviation = np.sqrt(weights**2 @ variances / (weights**2).sum(1))
     ratio = (MIXTURE_SCALE * run_deviation / errors) ** 2
     p = np.exp(np.minimum(0.0, (np.log1p(ratio) - z**2 * ratio / (1 + ratio)) / 2))
     boundary = np.sqrt((1 + 1 / ratio) * (2 * math.log(1 / LEVEL) + np.log1p(ratio)))

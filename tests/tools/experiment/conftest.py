@@ -26,7 +26,8 @@ settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len":
     "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.readout": 1.0,
     "model.sham": 0, "model.big": False, "model.fails": False, "model.crashes": False, "model.x": False,
     "model.d_ff": 64, "model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": None, "data.seed": 0,
-    "data.source": "stories", "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
+    "data.source": "stories", "data.facts": 0, "data.zipf": 1.3,
+    "data.num_samples": 100, "data.path": None, "data.mix": None, "data.num_workers": 0,
     "optimizer.lr": 1.0, "evaluation.num_samples": 5, "evaluation.every": 10, "schedule.warmup_steps": 10,
     "schedule.decay_steps": None, "schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None,
     "tracking.log_every": 1}

@@ -6,7 +6,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,12 +191,11 @@ def confirm_again(folder, name):
     small = {"baseline": first.baseline["digest"], QK_NORM: first.ideas[keys[QK_NORM]]["digest"]}
     small |= {MUON: second.baseline["digest"], BOTH: third.baseline["digest"]}
     seeds = SEEDS_OF_CONFIRMATIONS[: stored["seeds"]]
-    runs: Any = SimpleNamespace(group=lambda variant, _: group_of(runs_of(results, variant.digest, seeds)))
+    results = {name: run for name, run in results.items() if run.seed in seeds}
     differences = []
     for size, digests in ((1.0, small), (4.0, LARGE)):
         digests = digests | {f"all without {MUON}": digests[QK_NORM], f"{MUON} {QK_NORM}": digests[BOTH]}
         pairs = [(one["variant"], one["against"]) for one in stored["differences"] if one["size"] == size]
-        variants: Any = {name: SimpleNamespace(digest=digests[name]) for pair in pairs for name in pair}
-        differences += confirm.compare(size, variants, pairs, runs, record.margin)
+        differences += confirm.compare(size, digests, pairs, results, record.margin)
     assert differences == [pytest.approx(one) for one in stored["differences"]]
     return differences

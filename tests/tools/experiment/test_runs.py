@@ -320,7 +320,7 @@ def test_what_the_evaluator_is_told(experiments, monkeypatch):
         "steps": 100, "seq_len": 8, "global_batch_size": 2, "micro_batch_size": 1, "evaluation.num_samples": 5,
         "evaluation.every": 10,
         "seed": 0, "data.seed": 0, "data.source": "stories", "data.num_samples": 100, "data.num_workers": 0,
-        "data.hash": None,
+        "data.facts": 0, "data.zipf": 1.3, "data.hash": None,
     }  # fmt: skip
     [manifest] = wide["manifests"]
     assert manifest.startswith(wide["run"]) and wide["delivered"] == [] and wide["processes"] == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tools.experiment import verdicts
-from tools.experiment.race import MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS
+from tools.experiment.baseline import MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS
 from tools.experiment.verdicts import BASELINE, Finding, Group, assess, best_idea, choose_next, compare, is_decided
 
 MARGIN = math.log1p(MARGIN_OF_EXCESS_LOSS)
