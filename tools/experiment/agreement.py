@@ -19,11 +19,12 @@ from runtime.config.errors import RunError
 from runtime.config.yaml_files import read_yaml
 from runtime.files import write_atomically
 from tools.experiment import change, report, verdicts
+from tools.experiment.baseline import baseline_margin, experiment_folder, open_experiment, resolve_baseline
 from tools.experiment.change import ROOT, Idea, parse_idea
-from tools.experiment.race import baseline_margin, experiment_folder, open_experiment, resolve_baseline, run_with_json
+from tools.experiment.race import run_with_json
 from tools.experiment.runs import EVERY_SEED, SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs, runs_of
 from tools.experiment.settings import AgreementConfig
-from tools.experiment.variant import Recipe, Variant
+from tools.experiment.variant import Recipe, Variant, corpus_hashes
 from tools.jobs.runner import JobRunner
 
 EFFECTS = ROOT / "benchmarks" / "known_effects.yaml"
@@ -51,7 +52,8 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     folder = experiment_folder(config, recipe, baseline)
     grid = [(name, arm) for name, idea in ideas.items() for arm in change.arms(idea, config.grid)]
     resolved = recipe.variants([[arm] for _, arm in grid])
-    runs = Runs(folder, baseline, jobs, open_experiment(folder, recipe.checkouts, "agreement"), config.metric)
+    test_seed = open_experiment(folder, recipe, baseline, "agreement")
+    runs = Runs(folder, baseline, jobs, test_seed, config.metric)
     arms: dict[str, list[Variant]] = {name: [] for name in ideas}
     factors: dict[str, dict[str, float]] = {}
     for (name, arm), variant in zip(grid, resolved, strict=True):
@@ -95,6 +97,7 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
         "tune": config.tune,
         "equal": config.equal,
         "settings": recipe.words,
+        "data": corpus_hashes(baseline.settings),
         "baseline_factors": factors[best[BASELINE].digest],
         "baseline_loss": report.mean(
             run.loss for run in runs_of(runs.results, best[BASELINE].digest, SEEDS_OF_CONFIRMATIONS)

@@ -13,10 +13,11 @@ from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from runtime.files import lock, open_no_link, write_atomically
 from runtime.json_objects import parse_object
-from tools.experiment.change import Checkouts, Idea
+from tools.experiment.change import Idea
+from tools.experiment.corpus import check_same_corpora, prepare_library
 from tools.experiment.record import RECORD_VERSION
 from tools.experiment.settings import IdeasConfig
-from tools.experiment.variant import Recipe, Variant
+from tools.experiment.variant import Recipe, Variant, corpus_hashes
 
 # Somewhat more than the scatter of seeds that we measured, so that a default budget decides an idea without effect.
 MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS = 0.05, 0.015
@@ -33,6 +34,7 @@ def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
 
     Of a text corpus, half of the validation sequences are withheld from all runs, for the evaluator.
     """
+    prepare_library(recipe)
     print("checking the baseline and the ideas ...", file=sys.stderr)  # which imports torch, so it takes seconds
     baseline = recipe.variant()
     if baseline.settings["data.source"] == "text" and not baseline.settings["evaluation.every"]:
@@ -62,14 +64,16 @@ def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
     return math.log1p(config.margin or (MARGIN_OF_EXCESS_LOSS if has_entropy else MARGIN_OF_LOSS))
 
 
-def open_experiment(folder: Path, checkouts: Checkouts, name: str) -> int:
+def open_experiment(folder: Path, recipe: Recipe, baseline: Variant, name: str) -> int:
     """Lock the folder of an experiment for a race, "confirm" or "agreement"; return the seed of its test data.
 
     It is locked until the checkouts are removed.
     """
+    identity = {"baseline": recipe.name, "data": corpus_hashes(baseline.settings)}
+    check_same_corpora(folder, identity)
     folder.mkdir(parents=True, exist_ok=True)
     opened = open(folder / ".lock", "a", opener=open_no_link)  # noqa: SIM115 - closed with the checkouts
-    locked = checkouts.enter_context(opened)
+    locked = recipe.checkouts.enter_context(opened)
     if not lock(locked):
         remedy = "to add ideas, write patches into a folder that it was given"
         raise ConfigError(f"folder: another process runs {folder}; {remedy}")
@@ -79,5 +83,5 @@ def open_experiment(folder: Path, checkouts: Checkouts, name: str) -> int:
     file = folder / "experiment.json"
     if not file.exists():
         secret = {"test_seed": secrets.randbits(62), "key": secrets.token_hex(16)}
-        write_atomically(file, json.dumps({"version": RECORD_VERSION} | secret) + "\n")
+        write_atomically(file, json.dumps({"version": RECORD_VERSION} | identity | secret) + "\n")
     return parse_object(file.read_bytes())["test_seed"]

@@ -28,7 +28,7 @@ from tools.experiment.race import run_with_json
 from tools.experiment.record import Record
 from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Result, Runs, runs_of
 from tools.experiment.settings import ConfirmConfig
-from tools.experiment.variant import Recipe, Variant, check_targets, scale_parameters
+from tools.experiment.variant import Recipe, Variant, check_targets, corpus_hashes, scale_parameters
 from tools.jobs.runner import JobRunner
 
 
@@ -61,7 +61,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         if config.data_seed is None:
             check_targets(baseline, variants[name])
     factors = config.factors
-    test_seed = open_experiment(folder, recipe.checkouts, "confirm")
+    test_seed = open_experiment(folder, recipe, baseline, "confirm")
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
     equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
     sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
@@ -79,6 +79,7 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         "kind": "confirmation",
         "ideas": [idea.name for idea in ideas],
         "compared": config.metric or ("excess loss" if report.has_entropy(runs.results) else "loss"),
+        "data": corpus_hashes(baseline.settings),
         "seeds": config.seeds,
         "data_seed": config.data_seed,
         "differences": differences,

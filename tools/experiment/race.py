@@ -131,8 +131,7 @@ class Race:
         """The variants of the open round that race, by the key of the idea; the baseline by ""."""
         folder = experiment_folder(config, recipe, baseline)
         self.file = folder / "races" / f"{race_name(config.ideas, named, config.tune)}.json"
-        command = f"{(recipe.commit or 'this folder')[:12]} {' '.join(recipe.words)}"
-        self.record = Record.read(self.file) if self.file.exists() else Record(command, rounds=[Round([])])
+        self.record = Record.read(self.file) if self.file.exists() else Record(recipe.name, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
         new = self.new_ideas()
@@ -144,7 +143,7 @@ class Race:
         keys = [*self.round.ideas, *self.round.out]
         self.round.out, self.round.crashed = {}, []  # the limits may have changed
         resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
-        test_seed = open_experiment(folder, recipe.checkouts, self.file.stem)
+        test_seed = open_experiment(folder, recipe, baseline, self.file.stem)
         self.runs = Runs(folder, baseline, jobs, test_seed, config.metric)
         self.enter(resolved)
 

@@ -82,7 +82,7 @@ def plan(config: ExperimentConfig, recipe: Recipe, runs: Runs, ideas: list[Idea]
             name, recipe = other
             baseline, recipe = resolve_baseline(recipe)
             folder = experiment_folder(config, recipe, baseline)
-            runs = Runs(folder, baseline, runs.jobs, open_experiment(folder, recipe.checkouts, "reach"), config.metric)
+            runs = Runs(folder, baseline, runs.jobs, open_experiment(folder, recipe, baseline, "reach"), config.metric)
             variants = resolve(config, recipe, runs, ideas)
             changes.insert(0, Change(name, runs, variants, baseline_margin(config, baseline)))
     except ConfigError as error:

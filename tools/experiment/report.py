@@ -19,7 +19,7 @@ from tools.experiment import verdicts
 from tools.experiment.change import Idea
 from tools.experiment.picture import draw, label, unit_of
 from tools.experiment.record import Record, Round
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Result, group_of, read_results, runs_of
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Result, group_of, read_experiment, read_results, runs_of
 from tools.experiment.settings import ReportConfig
 from tools.experiment.verdicts import Finding, Group
 from tools.jobs.runner import EXIT_STOPPED
@@ -174,6 +174,7 @@ def describe_race(file: Path) -> dict[str, Any]:
         "reason": record.ended or (None if runs_now else KILLED),
         "race": str(file),
         "baseline": record.baseline,
+        "data": read_experiment(file.parents[1]).get("data", {}),
         "compared": record.metric or ("excess loss" if has_entropy(results) else "loss"),
         "equal": record.equal,
         "margin": math.expm1(record.margin),
@@ -382,7 +383,7 @@ def race_lines(race: dict[str, Any]) -> list[str]:
         f"{race['race']}: {race['runs']} runs, {race['failed']} of them failed, {race['seconds'] / 3600:.2f} hours",
         ": ".join(filter(None, [race["state"], race["reason"]])) + "; the seeds of each variant are 0, 1, 2, ...",
     ]
-    lines += [f"refused: {one['idea']}: {one['message']}" for one in race["refused"]]
+    lines += data_lines(race) + [f"refused: {one['idea']}: {one['message']}" for one in race["refused"]]
     for entry in race["rounds"]:
         lines += ["", *round_lines(entry, race)]
     if race["stack"]:
@@ -508,4 +509,9 @@ def confirmation_lines(confirmation: dict[str, Any]) -> list[str]:
         *aligned(table),
         *(["", *aligned(trends)] if len(trends) > 1 else []),
     ]
-    return lines + [f"failed: {message}" for message in confirmation["failures"]]
+    return lines + data_lines(confirmation) + [f"failed: {message}" for message in confirmation["failures"]]
+
+
+def data_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return the identity of each corpus as text; results of earlier versions have none."""
+    return [f"data: {path}, hash {content}" for path, content in result.get("data", {}).items()]

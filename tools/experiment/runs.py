@@ -474,12 +474,17 @@ def group_of(runs: Iterable[Result]) -> Group:
     return Group([run.value for run in runs if not run.failure], sum(bool(run.failure) for run in runs))
 
 
+def read_experiment(folder: Path) -> dict[str, Any]:
+    """Return what an experiment has in common; {} if it cannot be read."""
+    try:
+        return parse_object((folder / "experiment.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
 def read_key(folder: Path) -> str:
     """Return the key by which the runner signs the rows of an experiment; "" if it was begun without one."""
-    try:
-        return parse_object((folder / "experiment.json").read_bytes()).get("key", "")
-    except (OSError, ValueError):
-        return ""
+    return read_experiment(folder).get("key", "")
 
 
 def signature(row: Mapping[str, Any], key: str) -> str:

@@ -10,7 +10,7 @@ from model.settings import NonNegativeInt, PositiveInt, Settings
 from runtime.config.errors import ConfigError
 from runtime.config.help import PASSED_ON
 
-DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "lab.yaml"
+DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "text_lab.yaml"
 PER_RUN_OPTIONS = ("--seed", "--out_dir", "--resume", "--name")
 
 
@@ -28,7 +28,8 @@ class IdeasConfig(ReportConfig):
     """Ideas, settings of all runs, and how runs are trained."""
 
     ideas_and_settings: Annotated[list[str], PASSED_ON] = []
-    """Ideas, each in one argument; then settings of train.py for all runs. Without --config: configs/lab.yaml."""
+    """Ideas, each in one argument; then settings of train.py for all runs. Without --config:
+    configs/text_lab.yaml, whose text is prepared at the first use."""
 
     minutes: PositiveFloat | None = None
     """Time for this command: no run is started that would not end in time. null: no limit."""

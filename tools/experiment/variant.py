@@ -166,6 +166,11 @@ class Recipe:
     is_stopped: Callable[[], bool] = lambda: False
     """Whether a stop signal was received."""
 
+    @property
+    def name(self) -> str:
+        """The commit and the settings of all runs, for a reader."""
+        return f"{(self.commit or 'this folder')[:12]} {' '.join(self.words)}"
+
     def variants(self, stacks: Iterable[Sequence[Idea]]) -> list["Variant | ConfigError | RunError"]:
         """Return the variant with each sequence of ideas, or why there is none.
 
@@ -342,14 +347,20 @@ def input_hashes(settings: dict[str, Any]) -> tuple[str, ...]:
 
     A name on the Hub has no hash here.
     """
-    corpora = settings.get("data.mix") or filter(None, [settings.get("data.path")])
-    hashes = [file_hash(Path(corpus).expanduser() / "metadata.json") for corpus in corpora]
+    hashes = [*corpus_hashes(settings).values()]
     for name in ("init_from", "branch_from", "teacher.path"):
         if settings.get(name) and (folder := Path(settings[name]).expanduser()).is_dir():
             # A manifest has the checksums of its checkpoint; the folder of a model has none.
             files = sorted(folder.rglob("manifest.json")) or sorted(folder.glob("*.safetensors"))
             hashes += map(file_hash, [*files, folder / "config.json"])
     return tuple(hashes)
+
+
+def corpus_hashes(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the hash of the content of each corpus by its path, "" if there is none; {} for generated data."""
+    corpora = settings.get("data.mix") or filter(None, [settings.get("data.path")])
+    files = {str(corpus): Path(corpus).expanduser() / "metadata.json" for corpus in corpora}
+    return {name: parse_object(file.read_bytes())["hash"] if file.is_file() else "" for name, file in files.items()}
 
 
 def file_hash(file: Path) -> str:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from scipy.stats import spearmanr
 
+from data.prepare.prepare import PrepareConfig, prepare
 from tests.conftest import ROOT, commands, environment
+from tests.data.prepare.test_prepare import make_documents, write_jsonl
 from tools.experiment import confirm, report
 from tools.experiment.record import Record
 from tools.experiment.report import interval, percent
@@ -21,23 +23,28 @@ PAGE = (ROOT / "docs" / "experiments.md").read_text()
 README = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "docs" / "experiment_statistics.md").read_text().partition("## Results\n")[2]
 RAW = ROOT / "benchmarks" / "results" / "experiments"
-SHORT = "--steps 20 --schedule.warmup_steps 2 --data.num_samples 320 --evaluation.num_samples 20 --runs 7"
+SHORT = "--steps 20 --schedule.warmup_steps 2 --evaluation.num_samples 20 --runs 7"
 
 
 @pytest.mark.slow
 def test_commands_of_page_run(tmp_path):
+    """On a small text in place of Python's library."""
+    source, text = write_jsonl(tmp_path / "text.jsonl", make_documents(300)), tmp_path / "corpus"
+    prepare(PrepareConfig(source=str(source), tokenizer="byte", validation="hash:0.2", out=str(text)))
     own = [command for command in commands(PAGE) if "tools.experiment" in command]
     assert len(own) >= 4 and any(" confirm" in command for command in own)
     for command in own:
-        is_race = not command.startswith(("python -m tools.experiment confirm", "python -m tools.experiment report"))
+        is_report = command.startswith("python -m tools.experiment report")
+        is_race = not is_report and not command.startswith("python -m tools.experiment confirm")
         command = command.replace("python -m tools.experiment", f"{sys.executable} -m tools.experiment")
-        command += f" --folder {tmp_path}" + (f" {SHORT}" if is_race else "")
+        command += f" --folder {tmp_path / 'lab'}" + ("" if is_report else f" --data.path {text}")
+        command += f" {SHORT}" if is_race else ""
         done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True)
         if " confirm" in command and "no race" in done.stderr:  # so short a race finds nothing
             assert done.returncode == 2
             continue
         assert done.returncode == 0, command + done.stdout + done.stderr
-    shutil.rmtree(tmp_path)
+    shutil.rmtree(tmp_path / "lab")
 
 
 # Published figures

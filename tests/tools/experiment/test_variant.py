@@ -1,6 +1,7 @@
 """Variants: what their digest covers, what they cost, and longer and larger ones."""
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,14 +71,15 @@ def test_changed_initial_weights_are_another_variant(setting, file, experiments)
 
 
 def test_changed_corpus_is_another_variant(experiments):
+    """By its content, wherever and from whatever files it was prepared."""
     metadata = experiments.root / "corpus" / "metadata.json"
     metadata.parent.mkdir()
-    digests = set()
+    digests = []
     for words in (["--data.path", str(metadata.parent)], ["--data.mix", f"{{{metadata.parent}: 1}}"]):
-        for content in "before", "after":
-            metadata.write_text(content)
-            digests.add(Recipe(None, words, Launch(), Checkouts()).variant().digest)
-    assert len(digests) == 4
+        for content, source in (("before", "a"), ("after", "a"), ("after", "b")):
+            metadata.write_text(json.dumps({"hash": content, "request": {"source": source}}))
+            digests.append(Recipe(None, words, Launch(), Checkouts()).variant().digest)
+    assert len({*digests}) == 4 and digests[1::3] == digests[2::3]
 
 
 # Resolving
