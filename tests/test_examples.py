@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import gzip
 import importlib
+import inspect
 import io
 import json
 import math
@@ -29,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.synthetic.stories import StoriesDataset
-from examples import common, data_parallel, mnist_allreduce, mnist_spawn_ddp, model_parallel
+from examples import common, data_parallel, mnist_allreduce, mnist_spawn_ddp, model_parallel, python_questions
 from model.gpt import GPTModel
 from tests.conftest import (
     OWN_SESSION,
@@ -584,3 +586,42 @@ def test_grpo_rewards_accepted_stories_with_a_red_thing(monkeypatch):
     assert rewards.accepted_and_red(stories) == [float(is_red) for is_red in red]
     broken = [story.replace(".", " red.", 1) for story in stories]
     assert rewards.accepted(broken) == rewards.accepted_and_red(broken) == [0.0] * 60
+
+
+def test_python_questions_are_answered_by_docstrings(tmp_path, monkeypatch):
+    """As pydoc finds them, by importing the modules."""
+    files = [inspect.getsourcefile(module) for module in (json, threading)]
+    monkeypatch.setattr(python_questions, "find_library_files", lambda: files)
+    python_questions.main(str(tmp_path / "questions.jsonl"))
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    assert all([message["role"] for message in row] == ["user", "assistant"] for row in rows)
+    answers = {question["content"]: answer["content"] for question, answer in rows}
+    assert len(answers) == len(rows) and all(answers.values()), "each question once, with an answer"
+    documented = {
+        "What is the module json for?": json,
+        "What does the function loads of json do?": json.loads,
+        "What does the class Thread of threading do?": threading.Thread,
+        "What does the function is_alive of threading do?": threading.Thread.is_alive,
+    }
+    for question, thing in documented.items():
+        assert answers[question] == " ".join(inspect.getdoc(thing).split("\n\n")[0].split())
+    assert answers['What is "while" in Python?'].startswith('The "while" statement is used for repeated execution')
+
+
+@pytest.mark.slow
+def test_text_to_chat_is_a_model_that_answers(tmp_path):
+    """The whole script, with few steps, and again: what is done stays as it is."""
+    command = f"bash {EXAMPLES}/text_to_chat.sh {tmp_path}/chat"
+    shown = shell(command, STEPS="30").stdout
+    assert shown.count("Training finished.") == 2 and "def read_" in shown
+    chat = tmp_path / "chat" / "runs" / "chat"
+    assert metrics(chat)[-1]["step"] == 15 and metrics(chat)[-1]["val/loss"] < 7, "ln 2048 is 7.6"
+    written = {path: path.stat().st_mtime_ns for path in chat.glob("checkpoints/*/*")}
+    export = tmp_path / "chat" / "export"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    question = [{"role": "user", "content": "What is the module json for?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
+    again = shell(command, STEPS="30").stdout
+    assert again.count(" is complete: ") == 2
+    assert written == {path: path.stat().st_mtime_ns for path in chat.glob("checkpoints/*/*")}
