@@ -41,6 +41,7 @@ from tools.jobs.runner import JobRunner
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
 STOP_SECONDS = 20.0  # after a signal: then a run that has not saved is killed
+MIN_COUNTED_RUNS = 2  # of a variant, whose mean costs are compared with a limit
 CLEAR_HARM = 4.0  # standard errors, perhaps of a single run: enough to save the runs of an idea in later rounds
 
 
@@ -278,12 +279,33 @@ class Race:
                 raise ConfigError(f"idea: {idea.text!r}: {error}") from None
             return str(error)
         # Of the race, not of the round: so what a race finds is within the limits.
-        limits = {"parameters": self.config.max_parameters, "flops": self.config.max_flops}
+        return self.reason_of_costs(
+            {name: getattr(variant, name) / getattr(baseline, name) for name in ("parameters", "flops")}
+        )
+
+    def reason_of_costs(self, ratios: Mapping[str, float | None]) -> str:
+        """Return why a variant costs too much, by its costs relative to the baseline of the race; "" if it does not."""
+        config = self.config
+        limits = {"parameters": config.max_parameters, "flops": config.max_flops, "seconds": config.max_seconds}
         for name, limit in limits.items():
-            ratio = getattr(variant, name) / getattr(baseline, name)
-            if limit and ratio > limit:
+            ratio = ratios.get(name)
+            if limit and ratio and ratio > limit:
                 return f"has {ratio:.3f} times the {name} of the baseline; --max_{name} is {limit:g}"
         return ""
+
+    def check_costs(self) -> None:
+        """Leave out the ideas whose runs cost more than a limit allows, as was counted, whatever their code says."""
+        baseline = runs_of(self.runs.results, self.record.rounds[0].baseline["digest"])
+        for key in [key for key in self.round.ideas if key in self.variants]:
+            described = self.round.ideas[key]
+            runs = runs_of(self.runs.results, described["digest"])
+            if min(len(runs), len(baseline)) < MIN_COUNTED_RUNS:
+                continue
+            costs = report.cost_ratios(runs, baseline, described, self.record.rounds[0].baseline)
+            if reason := self.reason_of_costs(costs):
+                del self.variants[key], self.round.ideas[key]
+                self.leave_out(key, reason, has_crashed=False)
+                self.has_changed = True
 
     # Running
 
@@ -333,6 +355,7 @@ class Race:
             if self.round.winner is None:
                 self.runs.train(self.next_run)
                 self.check_baseline()
+                self.check_costs()
                 keys, findings = self.findings()
                 # If the budget is spent, another idea may be better than the best.
                 if (best := verdicts.best_idea(findings)) is not None:
@@ -402,6 +425,7 @@ class Race:
             if self.config.equal == "seconds" and self.runs.pending:
                 return "wait"  # runs that are timed must have the machine for themselves
             self.enter(self.resolve(new))
+        self.check_costs()
         if self.has_changed:
             self.record.write(self.file)
             self.has_changed = False

@@ -27,6 +27,9 @@ from tools.jobs.runner import EXIT_STOPPED
 JSON_VERSION = 1
 EFFECT = ("effect", "low", "high", "p", "q")
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
+COUNTS = ("forwards", "updates", "seconds_per_flop")
+MIN_TIMED_SECONDS = 5.0  # of a run: the start of a shorter one takes most of its time
+SLOW, MORE = 1.3, 1.01  # ratios that the report mentions: seconds to what the FLOPs say, forwards and updates to steps
 KILLED = "it was killed; run the same command again to resume"
 WITHDRAWN = "its patch or line was removed"
 HOLDS = {"better": "yes", "worse": "no", "failed": "no"}  # of a gain that was measured elsewhere, by its verdict
@@ -228,7 +231,7 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
         ideas.append(describe_idea(record.ideas[key].name, number, finding, runs, baseline, described, entry.baseline))
         ideas[-1] |= {"joined": key == entry.winner, **describe_arm(record.ideas[key])}
     ideas = group_arms(ideas)
-    nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS))
+    nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS, *COUNTS))
     for key, reason in entry.out.items():
         verdict = ("failed" if key in entry.crashed else "refused") if number == 1 else None
         out = {"idea": record.ideas[key].name, "round": number, "verdict": verdict}
@@ -307,10 +310,7 @@ def describe_idea(
     described_baseline: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what is known of an idea; its costs are relative to the baseline."""
-    costs: dict[str, float | None] = {
-        name: described[name] / described_baseline[name] for name in ("steps", "tokens", "flops", "parameters")
-    }
-    costs["seconds"] = ratio(*(mean([run.seconds for run in some]) for some in (runs, baseline)))
+    costs = cost_ratios(runs, baseline, described, described_baseline)
     failures = sorted({run.failure for run in runs if run.failure})
     return {
         "idea": text,
@@ -321,9 +321,31 @@ def describe_idea(
         "failed": sum(bool(run.failure) for run in runs),
         "loss": mean(run.loss for run in runs),
         "excess_loss": mean_excess(runs),
-        **{name: costs[name] for name in COSTS},
+        **{name: costs[name] for name in (*COSTS, *COUNTS)},
         "warnings": described["warnings"],
     }
+
+
+def cost_ratios(
+    runs: list[Result], baseline: list[Result], described: dict[str, Any], described_baseline: dict[str, Any]
+) -> dict[str, float | None]:
+    """Return the costs of a variant relative to the baseline: COSTS and COUNTS.
+
+    Parameters and forwards are counted where that is possible, because the code of an idea describes itself.
+    """
+    both = (runs, described), (baseline, described_baseline)
+    costs: dict[str, float | None] = {name: described[name] / described_baseline[name] for name in ("steps", "tokens")}
+
+    def counted(name: str) -> float | None:
+        return ratio(*(mean(getattr(run, name) for run in some) for some, _ in both))
+
+    of_a_token = ratio(*(one["flops"] / one["tokens"] for _, one in both))
+    costs["forwards"], costs["updates"], costs["seconds"] = counted("tokens"), counted("updates"), counted("seconds")
+    costs["flops"] = (of_a_token or 0.0) * (costs["forwards"] or costs["tokens"] or 0.0)
+    costs["parameters"] = counted("parameters") or described["parameters"] / described_baseline["parameters"]
+    is_timed = all((mean(run.seconds for run in some) or 0.0) >= MIN_TIMED_SECONDS for some, _ in both)
+    costs["seconds_per_flop"] = ratio(costs["seconds"], costs["flops"]) if is_timed else None
+    return costs
 
 
 def describe_finding(finding: Finding) -> dict[str, Any]:
@@ -433,6 +455,7 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
         if idea["message"] and idea["verdict"] != "refused":
             has_failed = idea["runs"] and idea["verdict"] != "withdrawn"
             lines.append(f"{'failed' if has_failed else 'out'}: {idea['idea']}: {idea['message']}")
+        lines += work_lines(idea)
         lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]
     best_arms = {idea["arm_of"]: idea for idea in reversed(entry["ideas"])}
     for name, idea in best_arms.items():
@@ -452,10 +475,19 @@ def reach_lines(idea: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_text(idea: Mapping[str, Any]) -> str:
-    """Return the verdict, and of an open one what is known."""
+    """Return the verdict, and of an open one what is known; it says if an idea takes longer than its FLOPs say."""
+    text = idea["verdict"] or "out"
     if idea["verdict"] == "unknown" and idea["low"] is not None and idea["low"] < 0:
-        return f"unknown, gains at most {-100 * idea['low']:.1f}%"
-    return idea["verdict"] or "out"
+        text = f"unknown, gains at most {-100 * idea['low']:.1f}%"
+    slowdown = idea.get("seconds_per_flop") or 0.0
+    return text + (f", takes {slowdown:.1f} times the seconds of its FLOPs" if slowdown > SLOW else "")
+
+
+def work_lines(idea: Mapping[str, Any]) -> list[str]:
+    """Return a line if a variant computes more forwards or updates than its steps and tokens say."""
+    pairs = ("forwards", "tokens"), ("updates", "steps")
+    more = [f"{idea[name]:.2f} times the {name}" for name, of in pairs if (idea[name] or 0) > MORE * (idea[of] or 1)]
+    return [f"computes more: {idea['idea']}: {' and '.join(more)} of the baseline"] if more else []
 
 
 def name_loss(values: str, race: Mapping[str, Any]) -> str:
@@ -466,7 +498,8 @@ def name_loss(values: str, race: Mapping[str, Any]) -> str:
 
 def sentence(idea: Mapping[str, Any], entry: Mapping[str, Any], race: Mapping[str, Any]) -> str:
     """Return an idea with its losses, in nats and as changes."""
-    text = f"{verdict_text(idea).capitalize()}: {idea['idea']}"
+    verdict = verdict_text(idea)
+    text = f"{verdict[0].upper()}{verdict[1:]}: {idea['idea']}"
     if idea["loss"] is not None and entry["baseline_loss"]:
         change = idea["loss"] / entry["baseline_loss"] - 1
         losses = f"{entry['baseline_loss']:.4f} -> {idea['loss']:.4f}"

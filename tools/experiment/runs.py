@@ -17,6 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import safe_open
+
 from runtime.config.errors import RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
@@ -71,6 +73,12 @@ class Result:
     """Seconds from start to end of the session that finished it, if this program trained it."""
     sessions: int = 1
     """How often its training was started."""
+    parameters: int | None = None
+    """Weights in its checkpoint."""
+    tokens: int | None = None
+    """Tokens of its forwards that kept a graph, as variant_program.py counted them; None if it was resumed."""
+    updates: int | None = None
+    """Updates of its weights, counted in the same way."""
     is_stopped: bool = False
     """Whether it was stopped and is to be resumed: `seconds` and `sessions` are those so far."""
 
@@ -112,6 +120,8 @@ class Runs:
         """Seconds from start to end of the runs that this process trained, by name."""
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
         jobs.overdue = self._overdue
+        self._counted: dict[str, dict[str, int]] = {}
+        """What was counted of runs that are not evaluated yet, by name."""
         self._seconds_per_flop: list[float] = []
         """Of the same runs as `elapsed`."""
         self._started: dict[Job, float] = {}
@@ -224,6 +234,7 @@ class Runs:
                 for job in self.jobs.stream(jobs(), progress=self._print_progress):
                     if self._has_ended(job):
                         try:
+                            self._counted[job.run.path.name] = count_work(job.run)
                             ended.append((job, self.request(job)))
                         except Exception as error:  # whatever the code of a run has left there
                             self._keep([self._spent(job, failure=f"its files cannot be read: {describe_error(error)}")])
@@ -373,6 +384,7 @@ class Runs:
             if self.metric and not answer["problem"]:
                 loss, excess = newest.get(self.metric), None
             problem = answer["problem"] or problem_of(loss, excess, self.metric)
+            facts |= self._counted.pop(job.run.path.name, {})
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
             results.append(self._spent(job, **facts))
         return results
@@ -450,6 +462,23 @@ def delivered_files(run: Run) -> list[Path]:
     """Return the records of what was delivered to the processes of a run."""
     file = delivered_file(run)
     return sorted(file.parent.glob(f"{file.name}.*"))
+
+
+def count_work(run: Run) -> dict[str, int]:
+    """Return the parameters in the newest checkpoint of a run, and its tokens and updates; without unknown ones."""
+    counts: dict[str, int] = {}
+    for file in run.path.glob("counts.*"):
+        sessions = [parse_object(line) for line in file.read_text().splitlines()]
+        if len(sessions) == 1:  # otherwise one may have been killed, which counts nothing
+            counts["tokens"] = counts.get("tokens", 0) + int(sessions[0]["tokens"])
+            counts["updates"] = max(counts.get("updates", 0), int(sessions[0]["updates"]))
+    checkpoints = sorted(run.checkpoints.glob("step-*"))
+    for file in checkpoints[-1].glob("*.safetensors") if checkpoints else ():
+        with safe_open(file, "np") as tensors:  # which reads the header alone
+            names = [name for name in tensors.keys() if name.startswith("model.")]  # noqa: SIM118 - it is no dict
+            sizes = [math.prod(tensors.get_slice(name).get_shape()) for name in names]
+        counts["parameters"] = counts.get("parameters", 0) + sum(sizes)
+    return counts
 
 
 def is_recorded(job: Job, variant: Variant) -> bool:

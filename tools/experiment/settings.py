@@ -128,6 +128,10 @@ class ExperimentConfig(TunedConfig):
     max_flops: PositiveFloat | None = None
     """Largest number of FLOPs of a run, relative to the baseline: other ideas do not run. null: any."""
 
+    max_seconds: PositiveFloat | None = None
+    """Largest number of seconds of a run, relative to the baseline: an idea whose first two runs take more on average
+    leaves the race. CPU seconds; on a GPU the time. null: any."""
+
     reach: bool | None = None
     """Train what a race found on other data, for twice the steps and with four times the parameters, and say where it
     is better as well. null: in the time that is left of --minutes when the race has ended."""

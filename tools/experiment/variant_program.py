@@ -14,6 +14,8 @@ import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -155,7 +157,8 @@ def hash_sequences(input_ids: Tensor) -> Tensor:
 def train(file: str, *words: str) -> int:
     """Run train.py and record what was read of its data sets, for whatever purpose; return the exit code.
 
-    FILE.RANK has the hashes of all sequences, int64. A session that fails or is killed records nothing.
+    FILE.RANK has the hashes of all sequences, int64, and counts.RANK beside it a line of JSON for each session, from
+    `count_work`. A session that fails or is killed records nothing.
     """
     import data.corpus
     from runtime.cli.scripts import run_script
@@ -172,6 +175,7 @@ def train(file: str, *words: str) -> int:
         return corpus
 
     data.corpus.load_corpus = load_recorded
+    count = count_work()
     sys.argv = ["train.py", *words]
     exit_code = run_script("train")
     if exit_code in (0, EXIT_STOPPED):
@@ -179,7 +183,32 @@ def train(file: str, *words: str) -> int:
         recorded.parent.mkdir(parents=True, exist_ok=True)
         with open(recorded, "ab") as opened:
             opened.write(torch.cat(hashes).numpy().tobytes())
+        with open(recorded.with_name(f"counts.{process_rank()}"), "a") as opened:
+            print(json.dumps(count()), file=opened)
     return exit_code
+
+
+def count_work() -> Callable[[], dict[str, int]]:
+    """Count, from now on, the tokens of forwards of the model that keep a graph, and the updates of its weights.
+
+    Returns:
+        A function that returns `tokens` and `updates`. Of several optimizers, the one with the most updates counts.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from model.gpt import GPTModel
+
+    tokens, updates, forward = 0, Counter[int](), GPTModel.forward
+
+    @functools.wraps(forward)
+    def counted(*words: Any, **named: Any) -> Any:
+        nonlocal tokens
+        tokens += (named["input_ids"] if "input_ids" in named else words[1]).numel() * torch.is_grad_enabled()
+        return forward(*words, **named)
+
+    GPTModel.forward = counted
+    register_optimizer_step_post_hook(lambda optimizer, *_: updates.update([id(optimizer)]))
+    return lambda: {"tokens": tokens, "updates": max(updates.values(), default=0)}
 
 
 def record_reads(kind: type, hashes: list[Tensor]) -> None:

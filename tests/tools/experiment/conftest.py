@@ -21,6 +21,7 @@ from trainer.run.directory import Run
 FAKE = """
 import math, os, sys
 EFFECT = 40
+WORK = 1
 settings = {"name": None, "steps": 100, "seed": 0, "out_dir": "runs", "seq_len": 8, "global_batch_size": 1,
     "micro_batch_size": 1, "init_from": None, "branch_from": None, "teacher.path": None,
     "model.effect_a": 1.0, "model.effect_b": 1.0, "model.effect_c": 1.0, "model.readout": 1.0,
@@ -133,6 +134,8 @@ def main(delivered, words):
     reason = "" if state == "finished" else "the loss is nan"
     write_json(run + "/status.json", {"state": state, "step": settings["steps"], "reason": reason})
     os.makedirs(os.path.dirname(delivered), exist_ok=True)
+    work = {"tokens": WORK * settings["steps"] * settings["global_batch_size"] * settings["seq_len"]}
+    write_json(run + "/counts.0", work | {"updates": WORK * settings["steps"]})
     with open(delivered + ".0", "a") as file:
         print(file=file)
     return state == "failed"

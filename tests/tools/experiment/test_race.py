@@ -1,5 +1,6 @@
 """A race, from outside: what it finds, how it resumes and grows, what it costs, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -17,7 +18,7 @@ from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
 from tests.conftest import ROOT, environment, metrics
 from tests.tools.experiment.conftest import FAKE
-from tools.experiment import confirm, race, report, verdicts
+from tools.experiment import confirm, race, report, runs, verdicts
 from tools.experiment.change import head_commit, parse_idea
 from tools.experiment.verdicts import Group
 from tools.jobs import runner
@@ -625,6 +626,80 @@ def test_ideas_above_a_limit_are_out_before_anything_runs(experiments):
     assert "--max_flops is 1.2" in by_idea(experiments.race(big, max_flops=1.2), "message")[big]
     assert not experiments.started()
     assert by_idea(experiments.race(big, max_flops=1.6)) == {big: "better"}, "it is checked again"
+
+
+# Costs as they are counted, whatever the code of a variant says of itself
+
+HEADER = """
+def save(weights, others=0):
+    ends = weights, weights + others
+    header = '{"model.w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]},' % (weights, weights)
+    header += '"optimizer.w":{"dtype":"U8","shape":[%d],"data_offsets":[%d,%d]}}' % (others, *ends)
+    header = header.encode()
+    folder = settings["out_dir"] + "/" + settings["name"] + "/checkpoints/step-1"
+    with open(folder + "/shard.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + bytes(weights + others))
+"""
+
+
+def test_parameters_are_counted_in_the_checkpoint(experiments):
+    """The idea says that it has as many as the baseline."""
+    experiments.hook(HEADER + "save(1500 if settings['model.effect_a'] != 1 else 1000, others=7000)")
+    result = experiments.race(A, max_parameters=1.2)
+    reason = "has 1.500 times the parameters of the baseline; --max_parameters is 1.2"
+    assert by_idea(result) == {A: "refused"} and by_idea(result, "message") == {A: reason} and not result["stack"]
+    [idea] = experiments.race(A, max_parameters=1.6)["ideas"]
+    assert idea["parameters"] == 1.5 and idea["verdict"] == "better", "it is checked again"
+
+
+def test_updates_and_forwards_are_counted(experiments, patches):
+    """Five updates on each batch, of which the settings say nothing."""
+    patch = patches.write("five.patch", "EFFECT = 40\nWORK = 1", "EFFECT = 39\nWORK = 5")
+    result = experiments.race(patch, A, runs=12)
+    found = {idea["idea"]: idea for idea in result["ideas"]}
+    assert [found[patch][name] for name in ("steps", "tokens", "forwards", "updates", "flops")] == [1, 1, 5, 5, 5]
+    assert [found[A][name] for name in ("forwards", "updates", "flops")] == [1, 1, 1]
+    text = experiments.race(patch, A, runs=12, json=False)
+    assert f"computes more: {patch}: 5.00 times the forwards and 5.00 times the updates of the baseline" in text
+    assert text.split("Round 2")[0].count("computes more") == 1
+    assert by_idea(experiments.race(patch, max_flops=2.0), "message")[patch].startswith("has 5.000 times the flops")
+
+
+def timed(monkeypatch, seconds):
+    """Let runs take these CPU seconds, by the value of model.sham."""
+    spent = runs.Runs._spent
+
+    def fake(self, job, **others):
+        sham = self.pending[job.run.path.name][0].settings["model.sham"]
+        return dataclasses.replace(spent(self, job, **others), seconds=seconds[sham])
+
+    monkeypatch.setattr(runs.Runs, "_spent", fake)
+
+
+def test_verdict_says_if_seconds_exceed_what_flops_say(experiments, monkeypatch):
+    timed(monkeypatch, {0: 20.0, 1: 30.0, 2: 24.0})
+    slow, fast, big = f"{A} --model.sham 1", f"{B} --model.sham 2", "--model.sham 1 --model.big true"
+    result = experiments.race(slow, fast, big, rounds=1)
+    ratios = by_idea(result, "seconds_per_flop")
+    assert ratios == pytest.approx({slow: 1.5, fast: 1.2, big: 1.0}), "more FLOPs may take longer"
+    text = experiments.race(slow, fast, big, rounds=1, json=False)
+    assert f"Better, takes 1.5 times the seconds of its FLOPs: {slow}: loss" in text
+    assert text.count("times the seconds of its FLOPs") == 2, "once more in the table"
+
+
+def test_seconds_of_short_runs_say_nothing_of_flops(experiments, monkeypatch):
+    timed(monkeypatch, {0: 3.0, 1: 9.0})
+    assert by_idea(experiments.race(f"{A} --model.sham 1"), "seconds_per_flop") == {f"{A} --model.sham 1": None}
+
+
+def test_idea_above_max_seconds_leaves_the_race(experiments, monkeypatch):
+    timed(monkeypatch, {0: 2.0, 1: 5.0, 2: 2.6})
+    slow, other = f"{A} --model.sham 1", f"{B} --model.sham 2"
+    result = experiments.race(slow, other, max_seconds=1.5)
+    assert by_idea(result) == {slow: "refused", other: "better"} and result["stack"] == [other]
+    assert by_idea(result, "message")[slow] == "has 2.500 times the seconds of the baseline; --max_seconds is 1.5"
+    assert not [run for run in experiments.trained() if run["model.sham"] == 1 and run["model.effect_b"] == 0.8]
+    assert experiments.race(slow, other, max_seconds=3)["stack"] == [slow, other], "it is checked again"
 
 
 def test_compute_multiplier_of_what_was_found(experiments):

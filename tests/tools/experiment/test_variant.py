@@ -6,12 +6,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
+from model.config import GPTConfig
 from model.gpt import GPTModel
 from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, TINY_STORIES
-from tools.experiment import variant_program
+from tools.experiment import runs, variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
     Recipe,
@@ -23,6 +27,7 @@ from tools.experiment.variant import (
     scale_steps,
 )
 from tools.jobs.launch import Launch
+from trainer.run.directory import Run
 
 SETTINGS = {"name": "x", "steps": 400, "seq_len": 8, "global_batch_size": 4, "micro_batch_size": 4}
 SETTINGS |= {"data.source": "text", "optimizer.lr": 1.0, "evaluation.num_samples": 9, "data.num_samples": 100}
@@ -162,6 +167,44 @@ def test_model_of_another_kind_is_refused_before_it_is_trained(monkeypatch):
     monkeypatch.setattr(GPTModel, "predicts_next_token", False)
     with pytest.raises(ConfigError, match="predicts_next_token: .*tools.compare"):
         variant_program.describe(TINY_STORIES[1])
+
+
+# Counted work
+
+
+def test_work_is_counted_whatever_asks_for_it(monkeypatch):
+    """Forwards of any caller that keep a graph, and updates of the optimizer with the most."""
+    config = GPTConfig(vocab_size=16, max_position_embeddings=8, n_layers=1, n_heads=1, d_model=8, d_ff=8)
+    monkeypatch.setattr(GPTModel, "forward", GPTModel.forward)  # is restored afterwards
+    model = GPTModel(config)
+    count = variant_program.count_work()
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    optimizers = [torch.optim.SGD([weight], 0.1) for weight in model.parameters()]
+    for _ in range(3):
+        model(tokens)[0].sum().backward()
+        model(input_ids=tokens)
+        optimizers[0].step()
+    optimizers[1].step()
+    with torch.no_grad():
+        model(tokens)
+    assert count() == {"tokens": 6 * 16, "updates": 3}
+
+
+def test_what_is_counted_of_a_run(tmp_path):
+    """Of all processes; the newest checkpoint; without what was counted of one of several sessions."""
+    run = Run(tmp_path)
+    for step, size in ((2, 9), (10, 3)):
+        for rank in (1, 2):
+            folder = run.checkpoints / f"step-{step:08}"
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {f"model.{rank}": np.ones((size, rank)), f"optimizer.{rank}": np.ones(99)}
+            save_file(tensors, folder / f"shard-{rank:05}-model.safetensors")
+    for rank in (0, 1):
+        (tmp_path / f"counts.{rank}").write_text('{"tokens": 40, "updates": 5}\n')
+    assert runs.count_work(run) == {"parameters": 3 + 6, "tokens": 80, "updates": 5}
+    for rank in (0, 1):
+        (tmp_path / f"counts.{rank}").write_text('{"tokens": 40, "updates": 5}\n' * 2)
+    assert runs.count_work(run) == {"parameters": 9}
 
 
 # Scaling
