@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -39,6 +40,7 @@ from tools.jobs.launch import Launch
 from tools.jobs.runner import JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
+CHECKED_AT_ONCE = 2  # pieces of code, while runs train
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
 STOP_SECONDS = 20.0  # after a signal: then a run that has not saved is killed
 MIN_COUNTED_RUNS = 2  # of a variant, whose mean costs are compared with a limit
@@ -84,7 +86,6 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
     running = Race(config, recipe, baseline, named, jobs)
     with running.recorded():
         running.run()
-        running.measure_reach()
     result = report.describe_race(running.file)
     if config.compute_multiplier:
         result["compute_multiplier"] = running.compute_multiplier()
@@ -135,7 +136,13 @@ class Race:
         self.record = Record.read(self.file) if self.file.exists() else Record(recipe.name, rounds=[Round([])])
         self.record.margin, self.record.equal = baseline_margin(config, baseline), config.equal
         self.record.metric = config.metric
-        new = self.new_ideas()
+        self.pool = ThreadPoolExecutor(CHECKED_AT_ONCE)
+        self.checks: dict[Future[list[Variant | ConfigError | RunError]], list[str]] = {}
+        """Ideas that are being checked, each as soon as it is there, by the keys of ideas with the same code."""
+        self.measured: tuple[list[str], list[reach.Change]] = [], []
+        """The stack whose reach is measured, and under which changes."""
+        # Those that are arguments may refuse the command. The others are checked while the first runs train.
+        new = [key for key in self.new_ideas() if self.record.ideas[key].text in named]
         if not any(self.texts.values()):
             raise ConfigError(f"idea: none in {', '.join(config.ideas)}; write the first one, then start the race")
         if self.is_tuning:
@@ -215,10 +222,16 @@ class Race:
 
         Ideas that do not race are noted. An argument of the command that cannot be trained raises ConfigError.
         """
-        ideas, stack = self.record.ideas, [self.record.ideas[key] for key in self.round.stack]
         keys = [*([] if self.variants else [""]), *keys]
-        taken = {name: idea for idea in stack for name in idea.setting_names}
-        resolved = self.recipe.variants([*stack, ideas[key]] if key else stack for key in keys)
+        return self.admit(keys, self.recipe.variants(self.stack_with(key) for key in keys))
+
+    def stack_with(self, key: str) -> list[Idea]:
+        """Return the ideas in the baseline of the open round, and one on top of them; none for the key ""."""
+        return [self.record.ideas[one] for one in (*self.round.stack, *([key] if key else []))]
+
+    def admit(self, keys: Sequence[str], resolved: Sequence[Variant | ConfigError | RunError]) -> dict[str, Variant]:
+        """Return the variants that may race in the open round; the others are noted, or raise what `resolve` raises."""
+        ideas, taken = self.record.ideas, {name: one for one in self.stack_with("") for name in one.setting_names}
         variants: dict[str, Variant] = {}
         for key, variant in zip(keys, resolved, strict=True):
             reason = ""
@@ -238,6 +251,26 @@ class Race:
                 assert isinstance(variant, Variant), "otherwise there is a reason"
                 variants[key] = variant
         return variants
+
+    def check_new_ideas(self) -> None:
+        """Begin to check new ideas, and let those race whose check has ended; ideas with equal code share a check."""
+        checked = {key for keys in self.checks.values() for key in keys}
+        by_code: dict[str, list[str]] = {}
+        for key in self.new_ideas():
+            if key not in checked:
+                by_code.setdefault(self.record.ideas[key].diff, []).append(key)
+        for keys in by_code.values():
+            self.checks[self.pool.submit(self.recipe.variants, [self.stack_with(key) for key in keys])] = keys
+        must_wait = self.config.equal == "seconds" and not self.is_quiet
+        for future in [future for future in self.checks if future.done() and not must_wait]:
+            found = dict(zip(self.checks.pop(future), future.result(), strict=True))
+            found = {key: variant for key, variant in found.items() if key in self.present}
+            self.enter(self.admit([*found], [*found.values()]))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether neither runs nor checks of ideas are in progress, which would slow down runs that are timed."""
+        return not self.runs.pending and all(future.done() for future in self.checks)
 
     def leave_out(self, key: str, reason: str, has_crashed: bool) -> None:
         """Note that an idea does not race in the open round."""
@@ -332,7 +365,7 @@ class Race:
 
     def reason_to_end(self) -> str:
         """Return why the race has ended."""
-        if not (self.next_ideas() if self.round.winner else self.next_variant()):
+        if not self.may_grow and not (self.next_ideas() if self.round.winner else self.next_variant()):
             return "nothing is left to train; the same command races new ideas"
         if self.config.runs and self.num_runs() >= self.config.runs:
             return f"--runs {self.config.runs} are trained"
@@ -345,6 +378,38 @@ class Race:
         return "a round found nothing better"
 
     def run(self) -> None:
+        """Race; then measure the reach of what was found, and wait for new ideas as long as some may be added."""
+        with self.pool:
+            try:
+                while True:
+                    self.run_rounds()
+                    self.measure_reach()
+                    if not self.wait_for_ideas():
+                        return
+            finally:
+                self.pool.shutdown(cancel_futures=True)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether ideas may be added before the minutes are over: some are in a folder or a text file."""
+        is_over = self.round.winner and len(self.record.rounds) >= (self.config.rounds or math.inf)
+        return self.config.minutes is not None and not is_over and not {*self.config.ideas} <= {*self.named}
+
+    def wait_for_ideas(self) -> bool:
+        """Wait for new ideas; return False if none may be added, or the budget is spent."""
+        if not self.may_grow or self.is_budget_spent():
+            return False
+        print("nothing is left to train; waiting for new ideas until the minutes are over", file=sys.stderr)
+
+        def next_run() -> Next:
+            has_new_ideas = bool(self.new_ideas())
+            self.write_changes()
+            return None if has_new_ideas or self.is_budget_spent() else "wait"
+
+        self.runs.train(next_run)
+        return not self.is_budget_spent()
+
+    def run_rounds(self) -> None:
         """Run rounds until one finds nothing better, or the budget is spent.
 
         Raises:
@@ -421,21 +486,29 @@ class Race:
 
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
-        if not self.is_tuning and (new := self.new_ideas()):
-            if self.config.equal == "seconds" and self.runs.pending:
+        if not self.is_tuning:
+            self.check_new_ideas()
+            if self.checks and self.config.equal == "seconds":
                 return "wait"  # runs that are timed must have the machine for themselves
-            self.enter(self.resolve(new))
         self.check_costs()
+        self.write_changes()
+        self.check_baseline()
+        if self.is_budget_spent():
+            return None
+        variant = self.next_variant()
+        if variant is None:
+            return "wait" if self.checks else None
+        return variant, self.runs.next_seed(variant)
+
+    def write_changes(self) -> None:
+        """Write the record if ideas were withdrawn, refused or left out since it was written."""
         if self.has_changed:
             self.record.write(self.file)
             self.has_changed = False
-        self.check_baseline()
-        variant = None if self.is_budget_spent() else self.next_variant()
-        return variant and (variant, self.runs.next_seed(variant))
 
     def next_variant(self) -> Variant | None:
         """Return the variant whose next run helps most; None if the round has nothing left to train."""
-        if len(self.variants) == 1:
+        if len(self.variants) == 1 and not self.checks:
             return None
         keys, findings = self.findings()
         groups = [self.runs.group(self.variants[key]) for key in keys]
@@ -469,12 +542,16 @@ class Race:
             return
 
         def may_start(variant: Variant) -> bool:
-            return not self.runs.is_time_spent(self.start_time, self.config.minutes, variant)
+            is_late = self.runs.is_time_spent(self.start_time, self.config.minutes, variant)
+            return not is_late and not (self.may_grow and self.new_ideas())
 
-        ideas = [self.record.ideas[key] for key in self.record.stack]
-        changes = reach.plan(self.config, self.recipe, self.runs, ideas)
-        reach.note(self.record, changes)
-        self.record.write(self.file)
+        stack, changes = self.measured
+        if stack != self.record.stack:
+            ideas = [self.record.ideas[key] for key in self.record.stack]
+            changes = reach.plan(self.config, self.recipe, self.runs, ideas, changes)
+            self.measured = [*self.record.stack], changes
+            reach.note(self.record, changes)
+            self.record.write(self.file)
         reach.train(changes, may_start)
 
     def compute_multiplier(self) -> list[float] | None:

@@ -7,7 +7,7 @@ whether the gain holds.
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +67,18 @@ class Change:
         return max(widths, default=0.0) / self.margin
 
 
-def plan(config: ExperimentConfig, recipe: Recipe, runs: Runs, ideas: list[Idea]) -> list[Change]:
-    """Return the changes under which winners can be measured, the cheapest first; problems of others are printed."""
+def plan(
+    config: ExperimentConfig, recipe: Recipe, runs: Runs, ideas: list[Idea], earlier: Iterable[Change] = ()
+) -> list[Change]:
+    """Return the changes under which winners can be measured, the cheapest first; problems of others are printed.
+
+    Args:
+        config: of the race.
+        recipe: its baseline.
+        runs: its runs.
+        ideas: the winners, in their order.
+        earlier: changes for fewer winners, whose experiments are open.
+    """
     margin = baseline_margin(config, runs.baseline)
     changes = []
     try:
@@ -82,7 +92,11 @@ def plan(config: ExperimentConfig, recipe: Recipe, runs: Runs, ideas: list[Idea]
             name, recipe = other
             baseline, recipe = resolve_baseline(recipe)
             folder = experiment_folder(config, recipe, baseline)
-            runs = Runs(folder, baseline, runs.jobs, open_experiment(folder, recipe, baseline, "reach"), config.metric)
+            opened = [change.runs for change in earlier if change.runs.folder == folder]
+            if not opened:
+                seed = open_experiment(folder, recipe, baseline, "reach")
+                opened.append(Runs(folder, baseline, runs.jobs, seed, config.metric))
+            [runs] = opened
             variants = resolve(config, recipe, runs, ideas)
             changes.insert(0, Change(name, runs, variants, baseline_margin(config, baseline)))
     except ConfigError as error:

@@ -44,7 +44,7 @@ EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code imp
 TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
 NOT_EVALUATED = "it cannot be evaluated"  # begins the problem that evaluator.py reports where the code of a run ends
 MAX_KILLED = 3  # times that a run is started again after something else killed it
-PROGRESS_SECONDS = 60
+PROGRESS_SECONDS = 30
 # Times the seconds of the baseline, after which a run fails; short ones may take longer on a busy machine.
 MAX_SLOWDOWN, MIN_LIMIT, MIN_EVALUATION_LIMIT = 10.0, 60.0, 600.0
 
@@ -349,10 +349,15 @@ class Runs:
         if time.monotonic() - self._last_progress < PROGRESS_SECONDS:
             return
         self._last_progress = time.monotonic()
-        running = [job for job in self._started if job.run.path.name in self.pending and not job.is_finished()]
-        planned = [(self.pending[job.run.path.name], job.run.newest_metrics()["step"]) for job in running]
-        if steps := [f"{self.label(variant, seed)}, at step {step}" for (variant, seed), step in planned]:
-            print(f"training {'; '.join(steps)}", file=sys.stderr)
+        pending = [job for job in self._started if job.run.path.name in self.pending]
+        parts, num_finished = [], sum(job.is_finished() for job in pending)
+        for job in pending:
+            if not job.is_finished():
+                variant, seed = self.pending[job.run.path.name]
+                parts.append(f"{self.label(variant, seed)}: step {job.run.newest_metrics()['step']} / {job.steps}")
+        parts += [f"{num_finished} to evaluate"] if num_finished else []
+        if parts:
+            print(f"runs: {'; '.join(parts)}", file=sys.stderr)
 
     # Evaluation
 

@@ -5,9 +5,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -343,7 +345,7 @@ def test_result_says_whether_the_race_runs_and_what_was_refused(experiments):
         "import subprocess\nif settings['model.effect_a'] == 0.7 and not os.path.exists(lab + '/report'):\n"
         f"    subprocess.run({command!r}, cwd={str(ROOT)!r}, stdout=open(lab + '/report', 'w'))"
     )
-    ended = experiments.race(str(file), jobs=1, minutes=60)
+    ended = experiments.race(str(file), jobs=1)
     running = json.loads((experiments.lab / "report").read_text())["results"][0]
     assert (running["state"], running["reason"]) == ("running", None)
     assert ended["state"] == "ended" and ended["reason"].startswith("nothing is left to train")
@@ -356,6 +358,65 @@ def test_result_says_whether_the_race_runs_and_what_was_refused(experiments):
     experiments.race(B, error=SystemExit)
     reasons = [one["reason"] for one in experiments.report()["results"]]
     assert reasons[-1] == "stopped by a signal"
+
+
+def later(action):
+    """Do something while the command waits."""
+    Timer(0.3, action).start()
+
+
+def test_race_waits_for_new_ideas_until_the_minutes_are_over(experiments, monkeypatch):
+    """What is added while it waits joins the race; by a clock of the test."""
+    file, now, waits, wait = experiments.lab / "ideas.txt", [0.0], [], race.Race.wait_for_ideas
+    file.write_text(f"{NOTHING}\n")
+    for module in ("race", "runs"):
+        monkeypatch.setattr(f"tools.experiment.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    actions = [lambda: file.write_text(f"{NOTHING}\n{A}\n'\n"), lambda: now.__setitem__(0, 3601.0)]
+
+    def wait_and_count(self):
+        waits.append(len(self.record.rounds))
+        later(actions[len(waits) - 1])
+        return wait(self)
+
+    monkeypatch.setattr(race.Race, "wait_for_ideas", wait_and_count)
+    result = experiments.race(str(file), minutes=60, reach=False)
+    assert result["stack"] == [A] and len(waits) == 2 and result["reason"] == "--minutes 60 are over"
+    assert [one["idea"] for one in result["refused"]] == ["'"]
+    assert experiments.errors.count("waiting for new ideas until the minutes are over") == 2
+
+
+def test_signal_ends_the_wait_for_new_ideas(experiments, monkeypatch):
+    file, wait = experiments.lab / "ideas.txt", race.Race.wait_for_ideas
+    file.write_text(f"{NOTHING}\n")
+
+    def wait_and_stop(self):
+        later(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return wait(self)
+
+    monkeypatch.setattr(race.Race, "wait_for_ideas", wait_and_stop)
+    experiments.race(str(file), minutes=60, error=SystemExit)
+    assert experiments.report()["results"][0]["reason"] == "stopped by a signal"
+
+
+def test_race_without_a_folder_waits_for_nothing(experiments):
+    result = experiments.race(NOTHING, minutes=60)
+    assert result["reason"].startswith("nothing is left to train") and "waiting" not in experiments.errors
+
+
+def test_runs_start_while_other_ideas_are_checked(experiments, patches):
+    """The check of a patch ends when the first run has started, or fails after a while."""
+    slow = patches.write("slow.patch", "EFFECT = 40", "import time\nEFFECT = 28\nif sys.argv[2] == 'resolve':\n"
+        f"    for attempt in range(600):\n        if os.path.exists({str(experiments.lab / 'started')!r}):\n"
+        "            break\n        time.sleep(0.05)\n    else:\n        raise TimeoutError('no run')\n")  # fmt: skip
+    result = experiments.race(str(patches.folder))
+    assert by_idea(result) == {slow: "better"}, by_idea(result, "message")
+
+
+def test_progress_names_the_steps_of_each_run(experiments, monkeypatch):
+    monkeypatch.setattr(runs, "PROGRESS_SECONDS", 0)
+    experiments.hook("import time\ntime.sleep(0.2)")
+    experiments.race(A, runs=2, jobs=2)
+    assert "runs: baseline, seed 0: step 0 / 100; baseline, seed 1: step 0 / 100" in experiments.errors
 
 
 def test_second_command_in_a_folder_is_refused(experiments):
