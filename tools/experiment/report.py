@@ -340,7 +340,11 @@ def cost_ratios(
         return ratio(*(mean(getattr(run, name) for run in some) for some, _ in both))
 
     of_a_token = ratio(*(one["flops"] / one["tokens"] for _, one in both))
-    costs["forwards"], costs["updates"], costs["seconds"] = counted("tokens"), counted("updates"), counted("seconds")
+    costs["forwards"], costs["updates"], costs["seconds"] = (
+        counted("forward_tokens"),
+        counted("updates"),
+        counted("seconds"),
+    )
     costs["flops"] = (of_a_token or 0.0) * (costs["forwards"] or costs["tokens"] or 0.0)
     costs["parameters"] = counted("parameters") or described["parameters"] / described_baseline["parameters"]
     is_timed = all((mean(run.seconds for run in some) or 0.0) >= MIN_TIMED_SECONDS for some, _ in both)

@@ -75,7 +75,7 @@ class Result:
     """How often its training was started."""
     parameters: int | None = None
     """Weights in its checkpoint."""
-    tokens: int | None = None
+    forward_tokens: int | None = None
     """Tokens of its forwards that kept a graph, as variant_program.py counted them; None if it was resumed."""
     updates: int | None = None
     """Updates of its weights, counted in the same way."""
@@ -470,12 +470,12 @@ def delivered_files(run: Run) -> list[Path]:
 
 
 def count_work(run: Run) -> dict[str, int]:
-    """Return the parameters in the newest checkpoint of a run, and its tokens and updates; without unknown ones."""
+    """Return the parameters in the newest checkpoint of a run, its forward tokens and updates; without unknown ones."""
     counts: dict[str, int] = {}
     for file in run.path.glob("counts.*"):
         sessions = [parse_object(line) for line in file.read_text().splitlines()]
         if len(sessions) == 1:  # otherwise one may have been killed, which counts nothing
-            counts["tokens"] = counts.get("tokens", 0) + int(sessions[0]["tokens"])
+            counts["forward_tokens"] = counts.get("forward_tokens", 0) + int(sessions[0]["tokens"])
             counts["updates"] = max(counts.get("updates", 0), int(sessions[0]["updates"]))
     checkpoints = sorted(run.checkpoints.glob("step-*"))
     for file in checkpoints[-1].glob("*.safetensors") if checkpoints else ():

@@ -201,7 +201,7 @@ def test_what_is_counted_of_a_run(tmp_path):
             save_file(tensors, folder / f"shard-{rank:05}-model.safetensors")
     for rank in (0, 1):
         (tmp_path / f"counts.{rank}").write_text('{"tokens": 40, "updates": 5}\n')
-    assert runs.count_work(run) == {"parameters": 3 + 6, "tokens": 80, "updates": 5}
+    assert runs.count_work(run) == {"parameters": 3 + 6, "forward_tokens": 80, "updates": 5}
     for rank in (0, 1):
         (tmp_path / f"counts.{rank}").write_text('{"tokens": 40, "updates": 5}\n' * 2)
     assert runs.count_work(run) == {"parameters": 9}
