@@ -8,10 +8,12 @@ transformers is imported inside the functions, because it takes seconds and few 
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
@@ -53,7 +55,7 @@ HANDLED_SEPARATELY = {
 def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
     """Return for each family the settings that it cannot represent, none for a family that the config fits.
 
-    A setting unknown here, such as one of a fork, must have its default.
+    A setting unknown here, such as one of a fork, must have its default or change no logits.
     """
     misfits = {}
     for family, settings in FAMILIES.items():
@@ -63,7 +65,7 @@ def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
         misfits[family] = [
             f"model.{name} is {getattr(config, name)}, not {value}"
             for name, value in (settings | unknown).items()
-            if getattr(config, name) != value
+            if getattr(config, name) != value and (name not in unknown or changes_logits(config, name))
         ]
     if config.resolved_n_kv_heads != config.n_heads:
         misfits["gpt2"].append(f"model.n_kv_heads is {config.resolved_n_kv_heads}, not model.n_heads {config.n_heads}")
@@ -77,6 +79,42 @@ def find_misfits(config: GPTConfig) -> dict[str, list[str]]:
     if 1 in config.windows:  # transformers' cache keeps the last `window - 1` keys by a slice [-0:], which is all
         misfits["qwen3"].append("model.window is 1, which transformers ignores when it generates; train with 2 or more")
     return misfits
+
+
+@cache
+@torch.no_grad()
+def changes_logits(config: GPTConfig, setting: str) -> bool:
+    """Return whether a model with random weights computes other logits than with the default of a setting.
+
+    The models have a small vocabulary. The default may need fewer weights, such as none of a part that only the loss
+    has. Bits are compared, because a small difference may be a large one with other weights.
+    """
+    plain_config = {"vocab_size": 64, setting: type(config).model_fields[setting].default}
+    with torch.random.fork_rng(devices=[]):
+        model = build_perturbed(config.replace(vocab_size=64))
+        try:
+            plain = GPTModel(config.replace(**plain_config)).eval()
+        except ValueError:  # another setting needs this one
+            return True
+    lacking, _ = plain.load_state_dict(model.state_dict(), strict=False)
+    tokens = random_tokens(model)
+    return bool(lacking) or not torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+@torch.no_grad()
+def build_perturbed(config: GPTConfig, seed: int = 0) -> GPTModel:
+    """Build a model in eval mode whose weights are all nonzero and whose attention is not uniform."""
+    torch.manual_seed(seed)
+    model = GPTModel(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+def random_tokens(model: GPTModel) -> Tensor:
+    """Return a row of as many tokens as the model accepts, always the same ones."""
+    generator, size = torch.Generator().manual_seed(0), (1, model.config.max_position_embeddings)
+    return torch.randint(model.output_weight.shape[0], size, generator=generator).to(model.output_weight.device)
 
 
 def get_family(config: GPTConfig) -> str:
@@ -253,18 +291,44 @@ def tensors_from_transformers(config: GPTConfig, tensors: Mapping[str, Tensor]) 
 def to_transformers(model: GPTModel) -> "PreTrainedModel":
     """Return the same model in transformers, such as a GPT2LMHeadModel, in eval mode, with copies of the weights.
 
+    Tensors that transformers lacks are left out if they change no logits (find_unused_tensors).
+
     Raises:
-        ValueError: the config fits no family, or the model does not predict the next token.
+        ValueError: the config fits no family, the model does not predict the next token, or it has other tensors.
     """
     from transformers import AutoModelForCausalLM
 
     hf_config = config_to_transformers(model.config)
     hf_model = AutoModelForCausalLM.from_config(hf_config, dtype=model.token_embedding.weight.dtype)
-    tensors = tensors_to_transformers(model.config, model.state_dict())
+    unused = find_unused_tensors(model)
+    used = {name: tensor for name, tensor in model.state_dict().items() if name not in unused}
+    tensors = tensors_to_transformers(model.config, used)
     if model.config.tie_embeddings:  # one parameter under two names there
         tensors["lm_head.weight"] = model.token_embedding.weight
     hf_model.load_state_dict(tensors)
     return hf_model.to(model.token_embedding.weight.device).eval()
+
+
+@torch.no_grad()
+def find_unused_tensors(model: GPTModel) -> list[str]:
+    """Return the names of tensors that transformers lacks, if none of them changes a logit; otherwise none.
+
+    A head that predicts further tokens in training has such tensors. All are replaced by NaN for one forward. The graph
+    of autograd would not tell: it does not contain a router that chooses an expert by argmax.
+    """
+    in_family = {name for _, here, _ in tensor_names(model.config) for name in here}
+    added = {name: tensor for name, tensor in model.state_dict().items() if name not in in_family}
+    if not added or not all(tensor.is_floating_point() for tensor in added.values()):
+        return []
+    not_a_number = {name: torch.full_like(tensor, torch.nan) for name, tensor in added.items()}
+    tokens, was_training = random_tokens(model), model.training
+    model.eval()
+    logits = [
+        functional_call(model, replaced, (tokens,), {"logits_to_keep": POSITIONS_COMPARED}).logits
+        for replaced in ({}, not_a_number)
+    ]
+    model.train(was_training)
+    return list(added) if torch.equal(*logits) else []
 
 
 def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
@@ -288,16 +352,14 @@ def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
 @torch.no_grad()
 def check_same_predictions(model: GPTModel, hf_model: "PreTrainedModel") -> None:
     """Raise ValueError unless both models predict the same after random tokens, as many as the model accepts."""
-    generator = torch.Generator().manual_seed(0)
-    size = (1, model.config.max_position_embeddings)
-    tokens = torch.randint(model.output_weight.shape[0], size, generator=generator).to(hf_model.device)
+    tokens = random_tokens(model)
     ours = model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
     theirs = hf_model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
     difference = log_probability_difference(ours.float(), theirs.float())
     if not difference < MAX_DIFFERENCE:
         raise ValueError(
-            f"after {size[1]} tokens, its log-probabilities here differ from those in transformers by {difference:.2g} "
-            "nats, so it has a part that GPTModel lacks"
+            f"after {tokens.shape[1]} tokens, its log-probabilities here differ from those in transformers by "
+            f"{difference:.2g} nats, so it has a part that GPTModel lacks"
         )
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.config import FAMILIES as FAMILIES_OF_CONFIGS
@@ -277,6 +278,13 @@ def test_export_says_how_many_positions_were_compared(both_models, monkeypatch, 
     monkeypatch.setattr(export, "MAX_COMPARED", 200)
     export.check_same_logits(*both_models)
     assert "at the first 200 positions; the other 56 were not compared" in capsys.readouterr().out
+
+
+def test_export_names_tensors_that_change_no_logits(both_models, tmp_path, capsys):
+    both_models[0].ahead = torch.nn.Linear(2, 3)
+    export.write_model(tmp_path, LoadedModel(None, both_models[0], None), conversations=False)
+    assert capsys.readouterr().out == "2 tensors that change no logits are left out, such as ahead.weight.\n"
+    assert not any("ahead" in name for name in load_file(tmp_path / "model.safetensors"))
 
 
 def test_export_refuses_window_edited_in_place():

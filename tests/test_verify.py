@@ -9,21 +9,27 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset
 
 import model.attention
 import model.gpt
 import train
-from data.sampler import BatchSizes, GlobalBatches
+from data.sampler import BatchSizes, GlobalBatches, MixedBatches
 from data.synthetic.stories import StoriesDataset
 from runtime.cli import scripts
 from runtime.config.errors import ConfigError
 from tests.conftest import CPU_LAUNCH, ROOT, TINY_STORIES, environment
 from tests.support import forked
 from trainer.checks import verification
+from trainer.checks.gradients import NoFloat64
 from trainer.checks.short_run import parse_short_run
+from trainer.pretrained.load import LoadedModel
+from trainer.run.resolve import PretrainedModels
 
 CHECKS = [
     "order is a permutation in every epoch",
@@ -115,7 +121,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_each_of_two_processes_trains_as_one(runs):
     """The number of target tokens and the gradient are those of one process, although the launch has two."""
-    done = forked.run("-c", [SELECT_CHECKS, *verify_command(runs)], 2, environment())
+    done = forked.run("-c", [SELECT_CHECKS, *verify_command(runs, "--verify_steps", "2")], 2, environment())
     assert results(done.stdout) == dict.fromkeys(AS_ONE_PROCESS, "PASS"), done.stdout + done.stderr
 
 
@@ -296,7 +302,35 @@ def test_permutation_is_of_the_order_of_the_run(order, holds, monkeypatch):
     run = SimpleNamespace(corpus=corpus, config=None, num_processes=2)
     passed, figure = verification.Verification.order_is_a_permutation(run)
     assert passed is holds, figure
-    assert holds or re.match("sample 0 is read 9 times in epoch 1|sample 45 is read, but there are 9 samples", figure)
+    assert holds or re.match(
+        "sample 0 is read 9 times, and another 0 times, among the first 9 |sample 45 is read, but", figure
+    )
+
+
+@pytest.mark.parametrize("reads_twice", [False, True])
+def test_permutation_of_a_mixture_is_of_each_corpus(reads_twice, monkeypatch):
+    """An epoch of 5 or 700 samples ends within a block, which is in random order."""
+    batches = MixedBatches([5, 700], [250, 750], BatchSizes(8), seed=0)
+    drawn = batches.sample_indices
+    if reads_twice:  # sample 7 in place of sample 8
+        monkeypatch.setattr(batches, "sample_indices", lambda at: np.where(drawn(at) == 8, 7, drawn(at)))
+    mixture = ConcatDataset([range(5), range(700)])
+    corpus = SimpleNamespace(train=mixture, quotas=[250, 750], global_batches=lambda config: batches)
+    run = SimpleNamespace(corpus=corpus, config=None, num_processes=2)
+    passed, figure = verification.Verification.order_is_a_permutation(run)
+    assert passed is not reads_twice, figure
+    assert figure.startswith("sample 7 is read 2 times, and another 0") if reads_twice else "epochs of 5, 700" in figure
+
+
+def test_gradient_that_float64_cannot_check_is_skipped(monkeypatch):
+    gradient_errors = Mock(side_effect=NoFloat64("RuntimeError: float != double"))
+    monkeypatch.setattr(verification, "gradient_errors", gradient_errors)
+    models = PretrainedModels(LoadedModel(None, "the initial model", None), None)
+    run = SimpleNamespace(models=models, config=None, corpus=Mock(), accelerator=None)
+    passed, reason = verification.Verification.equals_autograd(run)
+    assert passed is None and reason.startswith("the model does not run in float64")
+    assert reason.endswith(": RuntimeError: float != double")
+    assert gradient_errors.call_args.args[-1] == "the initial model"
 
 
 STEPS = SimpleNamespace(config=SimpleNamespace(steps=6))
@@ -355,7 +389,7 @@ def shorten_first_rows():
 
 
 def test_verify_passes_with_shorter_sequences_in_first_steps(runs, tmp_path):
-    output, exit_code = in_a_fork(shorten_first_rows, runs, tmp_path / "out")
+    output, exit_code = in_a_fork(shorten_first_rows, runs, tmp_path / "out", "--verify_steps", "4")
     words = ["SKIP" if name.startswith("replicas") else "PASS" for name in CHECKS]
     assert results(output) == dict(zip(CHECKS, words, strict=True)) and exit_code == 0, output
 

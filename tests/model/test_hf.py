@@ -16,6 +16,7 @@ from model.gpt import GPTModel
 from model.hf import (
     config_from_transformers,
     config_to_transformers,
+    find_unused_tensors,
     from_transformers,
     tensors_to_transformers,
     to_transformers,
@@ -260,22 +261,86 @@ def test_to_transformers_names_settings_outside_each_family():
 
 
 class ForkedConfig(GPTConfig):
-    """A config with a setting that the mapping does not have."""
+    """A config with settings that the mapping does not have."""
 
     parallel: bool = False
+    ahead: float = 0.0
 
 
-def test_to_transformers_refuses_unknown_settings_and_tensors():
-    assert to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE))), "at its default the setting changes nothing"
+class ForkedModel(GPTModel):
+    """A model with parallel blocks, or with a head that only the loss uses."""
+
+    def __init__(self, config: ForkedConfig):
+        super().__init__(config)
+        if config.ahead:
+            self.ahead = torch.nn.Linear(config.d_model, config.vocab_size)
+
+    def forward(self, input_ids, *rest, labels=None, **others):
+        output = super().forward(input_ids, *rest, labels=labels, **others)
+        if self.config.parallel and output.logits is not None:
+            output.logits.add_(1e-7 * input_ids[..., None] * torch.arange(output.logits.shape[-1]))
+        if self.config.ahead and labels is not None:
+            two_ahead = self.ahead(self.token_embedding(input_ids))[:, :-2].flatten(0, 1)
+            loss = output.loss + self.config.ahead * torch.nn.functional.cross_entropy(
+                two_ahead, labels[:, 2:].flatten()
+            )
+            return output._replace(loss=loss)
+        return output
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    monkeypatch.setattr("model.hf.GPTModel", ForkedModel)
+
+
+def test_to_transformers_refuses_unknown_settings_that_change_logits(forked):
+    assert to_transformers(ForkedModel(ForkedConfig(**GPT2 | SHAPE))), "at its default the setting changes nothing"
     with pytest.raises(
         ValueError, match="model.logit_softcap is 30.0, not None\nqwen3: .*model.logit_softcap is 30.0, not None"
     ):
-        to_transformers(GPTModel(GPTConfig(**GPT2 | SHAPE | {"logit_softcap": 30.0})))
-    with pytest.raises(ValueError, match="gpt2: model.parallel is True, not False\nqwen3: .*model.parallel is True"):
-        to_transformers(GPTModel(ForkedConfig(**GPT2 | SHAPE | {"parallel": True})))
-    model = GPTModel(GPTConfig(**GPT2 | SHAPE))
+        to_transformers(ForkedModel(ForkedConfig(**GPT2 | SHAPE | {"logit_softcap": 30.0})))
+    both = ForkedModel(ForkedConfig(**GPT2 | SHAPE | {"parallel": True, "ahead": 0.3}))
+    with pytest.raises(
+        ValueError, match="gpt2: model.parallel is True, not False\nqwen3: .*model.parallel is True"
+    ) as e:
+        to_transformers(both)
+    assert "ahead" not in str(e.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-smollm2"])
+def test_weights_that_only_the_loss_uses_are_left_out(family, forked, tmp_path):
+    """transformers, which has no such head, computes the logits of the trained model."""
+    model = ForkedModel(ForkedConfig(**dict(CONFIGS[family]), ahead=0.3)).train()
+    randomise(model)
+    input_ids, _, labels = make_batch(model.config, "none")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids, labels=labels).loss.backward()
+    assert model.ahead.weight.grad.norm() > 0, "the head is trained"
+    optimizer.step()
+    to_transformers(model).save_pretrained(tmp_path)
+    assert model.training, "as it was"
+    reopened, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    torch.testing.assert_close(reopened.eval()(input_ids).logits, model.eval()(input_ids)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_added_tensors_are_refused_if_logits_depend_on_them(monkeypatch):
+    model = make_model(CONFIGS["gpt2"], torch.float32)
     model.blocks[1].router = torch.nn.Linear(32, 2, bias=False)
-    with pytest.raises(ValueError, match="it and its family differ in 1 tensors, such as blocks.1.router.weight"):
+    model.register_buffer("counts", torch.zeros(2))
+    assert find_unused_tensors(model) == ["counts", "blocks.1.router.weight"] and to_transformers(model)
+    forward = model.blocks[1].mlp.forward
+    refused = pytest.raises(ValueError, match="it and its family differ in 2 tensors, such as blocks.1.router.weight")
+
+    def chosen(x):  # by an index, so that autograd does not know
+        return forward(x) * (1 + model.blocks[1].router(x).argmax(-1, keepdim=True))
+
+    monkeypatch.setattr(model.blocks[1].mlp, "forward", chosen)
+    with refused:
+        to_transformers(model)
+    monkeypatch.setattr(model.blocks[1].mlp, "forward", lambda x: forward(x) + model.blocks[1].router(x)[..., :1])
+    torch.nn.init.zeros_(model.blocks[1].router.weight)
+    with refused:
         to_transformers(model)
 
 

@@ -17,10 +17,11 @@ from torch.autograd.function import BackwardCFunction
 from data.loader import load_batch, model_inputs
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from model.hf import build_perturbed
 from model.loss import CHUNK_BYTES, align_targets, count_targets, soft_cap
 from runtime.config.schema import TrainConfig
 from trainer import cpu_kernels
-from trainer.checks.model import build_perturbed, with_short_windows
+from trainer.checks.model import with_short_windows
 from trainer.gradients import loss_scale
 from trainer.optimizer import build_optimizer
 from trainer.prepare_model import add_teacher, prepare_network
@@ -37,12 +38,17 @@ class NoFloat64(Exception):
 
 
 def gradient_errors(
-    config: TrainConfig, dataset: Any, accelerator: Accelerator, teacher_config: GPTConfig | None = None
+    config: TrainConfig,
+    dataset: Any,
+    accelerator: Accelerator,
+    teacher_config: GPTConfig | None = None,
+    initial: GPTModel | None = None,
 ) -> dict[str, float]:
     """Compute the relative error of each tensor's gradient, by the tensor's name and how it was computed.
 
-    The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It is run
-    as configured, with a chunked loss, and with recomputed blocks. It learns from a teacher of `teacher_config`, if
+    The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It has
+    the weights of `initial` as far as that has them, since a fault may need large ones, and random others. It is run as
+    configured, with a chunked loss, and with recomputed blocks. It learns from a teacher of `teacher_config`, if
     that is given; the objective is then compared with its definition, too.
 
     Raises:
@@ -54,6 +60,9 @@ def gradient_errors(
     batch = first_rows(dataset, length)
     teacher = build_teacher(make_small(teacher_config, length), batch) if teacher_config else None
     network = build_perturbed(config.model).train()  # parameters initialised to zero have an effect, too
+    if initial:
+        names = network.state_dict()
+        network.load_state_dict({n: weight for n, weight in initial.state_dict().items() if n in names}, strict=False)
     build_optimizer(network, config.optimizer)  # a fork may freeze parameters there
 
     plain = deepcopy(network).double()

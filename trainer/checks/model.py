@@ -16,7 +16,7 @@ from model.attention import attention_masks
 from model.config import FAMILIES, GPTConfig
 from model.generate import KVCache
 from model.gpt import GPTModel
-from model.hf import MAX_DIFFERENCE, find_misfits, log_probability_difference, to_transformers
+from model.hf import MAX_DIFFERENCE, build_perturbed, find_misfits, log_probability_difference, to_transformers
 from trainer.pretrained.load import LoadedModel, copy_initial_weights
 
 Result = tuple[bool | None, str]
@@ -27,16 +27,6 @@ NOT_CAUSAL = "the model does not predict the next token, so it need not be causa
 def with_short_windows(config: GPTConfig, seq_len: int) -> GPTConfig:
     """Return a copy whose window, if set, is at most max(1, seq_len // 3), in all layers but the last."""
     return config.replace(window=config.window and min(config.window, max(1, seq_len // 3)), window_pattern="S")
-
-
-@torch.no_grad()
-def build_perturbed(config: GPTConfig, seed: int = 0) -> GPTModel:
-    """Build a model in eval mode whose weights are all nonzero and whose attention is not uniform."""
-    torch.manual_seed(seed)
-    model = GPTModel(config).eval()
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model
 
 
 def build_checked(config: GPTConfig, initial: LoadedModel | None) -> GPTModel:

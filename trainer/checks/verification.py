@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.loader import BatchLoader
+from data.sampler import MIX_BLOCK
 from model.config import FAMILIES
 from model.gpt import GPTModel, Output
 from runtime.config.errors import ConfigError, RunError
@@ -288,10 +289,10 @@ class Verification:
 
     def equals_autograd(self) -> Result:
         """Compare the gradient with autograd of plain operations in float64."""
-        teacher = self.models.teacher
-        teacher_config = teacher.model.config if teacher else None
+        teacher_config = self.models.teacher.model.config if self.models.teacher else None
+        initial = self.models.initial.model if self.models.initial else None
         try:
-            errors = gradient_errors(self.config, self.corpus.train, self.accelerator, teacher_config)
+            errors = gradient_errors(self.config, self.corpus.train, self.accelerator, teacher_config, initial)
         except NoFloat64 as error:
             return None, f"the model does not run in float64, in which autograd would be exact enough: {error}"
         worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
@@ -356,12 +357,16 @@ class Verification:
     def order_is_a_permutation(self) -> Result:
         """Check that the order of the run has each sample once in an epoch, over all processes.
 
-        Two epochs are read, or the first MAX_READ samples. In a mixture, each corpus has epochs of its own.
+        Two epochs are read, or the first MAX_READ samples. In a mixture, each corpus has epochs of its own. A block of
+        a mixture is in random order, so they are only compared after whole blocks.
         """
         order, sizes = self.corpus.global_batches(self.config), [len(self.corpus.train)]
+        num_read = min(2 * sum(sizes), MAX_READ)
+        ends = [*range(sizes[0], num_read, sizes[0]), num_read]
         if self.corpus.quotas is not None:
             sizes = [len(dataset) for dataset in cast(Any, self.corpus.train).datasets]
-        num_read = min(2 * sum(sizes), MAX_READ)
+            ends = [*range(MIX_BLOCK, num_read + MIX_BLOCK, MIX_BLOCK)]
+            num_read = ends[-1]
         num_steps = next(step for step in itertools.count(1) if order.sizes.sequences_before(step) >= num_read)
         local = [  # a process at a time, because an order caches the steps that it computes
             [order.indices(step, rank, self.num_processes) for step in range(num_steps)]
@@ -372,15 +377,16 @@ class Verification:
             return False, f"sample {outside[0]} is read, but there are {sum(sizes):,} samples"
         read %= sum(sizes)  # a window that is moved is the same sample
 
-        first = 0
-        for size in sizes:
-            in_corpus = read[(first <= read) & (read < first + size)]
-            for epoch in range(0, len(in_corpus), size):
-                samples, counts = np.unique(in_corpus[epoch : epoch + size], return_counts=True)
-                if (most := counts.max()) > 1:
-                    sample = f"sample {samples[counts.argmax()]} is read {most} times in epoch {epoch // size + 1}"
-                    return False, f"{sample}, of the {size:,} samples of an epoch"
-            first += size
+        for end in ends:
+            samples, counts = np.unique(read[:end], return_counts=True)
+            corpora = np.searchsorted(np.cumsum(sizes), samples, side="right")
+            for c in np.unique(corpora):
+                times = counts[corpora == c]
+                least = times.min() if len(times) == sizes[c] else 0
+                if times.max() > least + 1:
+                    most_read = samples[corpora == c][times.argmax()]
+                    figure = f"sample {most_read} is read {times.max()} times, and another {least} times"
+                    return False, f"{figure}, among the first {end:,} samples of the run's order"
         return True, f"the first {num_read:,} samples of the run's order, in epochs of {', '.join(map(str, sizes))}"
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from data.integrity import read_metadata
 from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
-from model.hf import log_probability_difference, to_transformers
+from model.hf import find_unused_tensors, log_probability_difference, to_transformers
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
 from runtime.files import copy_folder_permissions
@@ -137,6 +137,8 @@ def write_model(folder: Path, loaded: LoadedModel, conversations: bool) -> None:
     except ValueError as error:
         raise ConfigError(f"run: {error}") from None
     check_same_logits(loaded.model, hf_model)
+    if unused := find_unused_tensors(loaded.model):
+        print(f"{len(unused)} tensors that change no logits are left out, such as {unused[0]}.")
     if (tokenizer := loaded.tokenizer) is not None:
         prepare_tokenizer(tokenizer, loaded, begins_texts=loaded.config is not None and not conversations)
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -28,7 +28,7 @@ KINDS = [
 ]
 
 
-def errors_of(*words, precision="no", teacher=None):
+def errors_of(*words, precision="no", teacher=None, make_initial=lambda config: None):
     config = parse_config([*TINY_STORIES, *words])
     corpus = load_corpus(config)
     config = corpus.fill_in(config)
@@ -36,9 +36,8 @@ def errors_of(*words, precision="no", teacher=None):
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, mixed_precision=precision, autocast=autocast
     )
-    return gradient_errors(
-        config, corpus.train, accelerator, None if teacher is None else config.model.replace(**teacher)
-    )
+    teacher_config = None if teacher is None else config.model.replace(**teacher)
+    return gradient_errors(config, corpus.train, accelerator, teacher_config, make_initial(config.model))
 
 
 def wrong(errors):
@@ -134,6 +133,28 @@ def test_model_without_float64_is_not_compared(monkeypatch):
     monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: forward(self, x.float()))
     with pytest.raises(NoFloat64, match="RuntimeError: .* dtype"):
         errors_of()
+
+
+def make_large(config):
+    """Make a model of three layers with weights that no random ones reach."""
+    large = gpt.GPTModel(config.replace(n_layers=3))
+    large.blocks[1].mlp.down_proj.weight.data.mul_(1e4)
+    return large
+
+
+def test_gradient_is_checked_at_the_initial_weights(monkeypatch):
+    """A backward that is wrong where an activation is large."""
+
+    def saturated(self, x):
+        if (y := forward(self, x)).dtype == torch.float32:
+            y.register_hook(lambda grad: grad * (y.detach().abs() < 30))
+        return y
+
+    forward = gpt.MLP.forward
+    assert not wrong(errors_of(make_initial=make_large))
+    monkeypatch.setattr(gpt.MLP, "forward", saturated)
+    assert not wrong(errors_of())
+    assert wrong(errors_of(make_initial=make_large))
 
 
 TEACHER = {"n_layers": 1, "d_model": 24}

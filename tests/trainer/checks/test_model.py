@@ -218,6 +218,17 @@ def test_isolated_documents_may_be_refused_unless_run_has_them(monkeypatch):
         checks.check_isolated_documents(SMALL, 16, is_needed=True)
 
 
+def test_cache_may_be_refused(monkeypatch):
+    def refuse(self, input_ids, cache=None):
+        if cache is not None:
+            raise ValueError("cache: not supported")
+        raise AssertionError("nothing is compared")
+
+    monkeypatch.setattr(model.gpt.GPTModel, "forward", refuse)
+    passed, reason = checks.check_cached_logits(SMALL, 16)
+    assert passed is None and reason == "the model refuses a cache, so it cannot generate: cache: not supported"
+
+
 class ForgetsCache(model.gpt.GPTModel):
     """A model that drops the cache when it is given a single token."""
 
