@@ -105,17 +105,26 @@ def validate(path: Path, should_stop: Callable[[], bool] = never_stop) -> Manife
         InvalidCheckpoint: a file is missing or damaged, or cannot be read.
         Interrupted: `should_stop()` is true.
     """
-    manifest = read_manifest(path)
-    files = {path / name: expected for name, expected in manifest.files.items()}
+    manifest = check_sizes(path)
+    files = {path / name: expected.sha256 for name, expected in manifest.files.items()}
     try:
-        for file, expected in files.items():
+        for file, content in zip(files, hash_files([*files], should_stop), strict=True):
+            if content != files[file]:
+                raise InvalidCheckpoint(f"{file}: the content does not match its checksum")
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path}: {error}") from None
+    return manifest
+
+
+def check_sizes(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint at `path`; raise InvalidCheckpoint unless all files have their sizes."""
+    manifest = read_manifest(path)
+    try:
+        for file, expected in ((path / name, expected) for name, expected in manifest.files.items()):
             if not file.is_file():
                 raise InvalidCheckpoint(f"{file}: missing")
-            if file.stat().st_size != expected.bytes:
-                raise InvalidCheckpoint(f"{file}: {file.stat().st_size} bytes instead of {expected.bytes}")
-        for file, content in zip(files, hash_files([*files], should_stop), strict=True):
-            if content != files[file].sha256:
-                raise InvalidCheckpoint(f"{file}: the content does not match its checksum")
+            if (size := file.stat().st_size) != expected.bytes:
+                raise InvalidCheckpoint(f"{file}: {size} bytes instead of {expected.bytes}")
     except OSError as error:
         raise InvalidCheckpoint(f"{path}: {error}") from None
     return manifest
@@ -174,15 +183,16 @@ def rotate(checkpoints: Path, step: int, config: CheckpointConfig) -> None:
     """Delete old checkpoints up to `step`, which was just saved; called by the main process alone.
 
     Keep the `keep` newest, the best of each validation set, those of every `keep_every` steps, those after `step`,
-    which were found damaged when the run resumed, and those without a valid manifest. If the checkpoint of `step`
-    cannot be read back, raise InvalidCheckpoint and delete nothing.
+    which were found damaged when the run resumed, and those without a valid manifest. If the checkpoint of `step` is
+    not complete, raise InvalidCheckpoint and delete nothing. Its contents are not read again: each process has read
+    its own files back before the manifest was written, and here the others wait for this one.
     """
     manifests = {path: m for path, m in readable_checkpoints(checkpoints).items() if m.step <= step}
     kept = {*list(manifests)[: config.keep], *best_checkpoints(manifests)}
     if config.keep_every:
         kept |= {path for path, manifest in manifests.items() if manifest.step % config.keep_every == 0}
     if superfluous := manifests.keys() - kept:
-        validate(step_directory(checkpoints, step))
+        check_sizes(step_directory(checkpoints, step))
     for path in superfluous:
         # Renamed first, so that an interrupted deletion does not leave a damaged checkpoint.
         renamed = path.with_name(f".deleting-{path.name}")

@@ -13,6 +13,7 @@ from http.client import HTTPException
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -124,16 +125,18 @@ class Tracker(GeneralTracker):
     def finish(self, failure: BaseException | None = None) -> None:
         """Return when everything is written; `failure` is the exception that ended the run, if any.
 
-        It returns after a timeout too, since other processes, or a scheduler that stops the run, are waiting.
+        It returns after a timeout too, with the export of the model, since other processes, or a scheduler that stops
+        the run, are waiting.
         """
         if self.is_finished:
             return
         self.is_finished = True
+        seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
+        deadline = monotonic() + seconds
         if failure is None and self.config.tracking.log_model:
             self._log_model()
         last = self._submit(lambda: self.run.finish(failure is not None))  # runs after all queued actions
-        seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
-        if not wait([last], seconds).done:
+        if not wait([last], max(0.0, deadline - monotonic())).done:
             say(f"{self.name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
 
     def _start(self) -> None:

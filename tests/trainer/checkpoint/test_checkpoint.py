@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 import threading
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -340,6 +342,22 @@ def test_failed_save_hides_no_other_error(tmp_path, capsys):
     assert capsys.readouterr().err == "cannot write the checkpoint\n"
 
 
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_failed_save_stops_run_unless_told_to_continue(on_failure, tmp_path, capsys):
+    config = TrainConfig(checkpoint=CheckpointConfig(on_failure=on_failure))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
+    assert not saver.failed, "nothing is saved yet"
+    saver.pending = Future()
+    assert not saver.failed, "it is still written"
+    saver.pending.set_exception(SaveError("the disk is full"))
+    assert saver.failed == (on_failure == "stop")
+    with pytest.raises(SaveError) if on_failure == "stop" else nullcontext():
+        saver.wait()
+    printed = "Training continues without a checkpoint: the disk is full\n"
+    assert capsys.readouterr().err == ("" if on_failure == "stop" else printed)
+    assert not saver.failed, "it is reported once"
+
+
 def test_shared_blocks_are_saved_and_restored(tmp_path):
     """A fork may use one block several times: each name has its tensor in the file, and the moments are stored once."""
     network, optimizer = build_trained(0, steps=2, share_blocks=True)
@@ -371,6 +389,15 @@ def test_rotate_keeps_newest_and_best(tmp_path):
     with pytest.raises(InvalidCheckpoint):
         rotate(tmp_path, 5, CheckpointConfig(keep=1))
     assert remaining_steps(tmp_path) == [2, 4, 5, 6, 7]
+
+
+def test_rotate_reads_no_contents(tmp_path, monkeypatch):
+    """The other processes wait for the main process, and have read their files back before."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    monkeypatch.setattr("trainer.checkpoint.manifest.hash_files", None)
+    rotate(tmp_path, 2, CheckpointConfig(keep=1))
+    assert remaining_steps(tmp_path) == [2]
 
 
 def test_best_compares_only_equal_validation_sets(tmp_path, capsys):

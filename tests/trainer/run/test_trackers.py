@@ -85,7 +85,7 @@ def rewound(tmp_path_factory):
     runs = tmp_path_factory.mktemp("rewound")
     words = "--tracking.group depth --tracking.tags [deep,wide] --evaluation.num_logged_generations 2"
     arguments = [*words.split(), "--out_dir", runs, "--name", "a run"]
-    train_offline(*SHORT, *arguments)
+    train(*SHORT, *arguments, "--tracking.wandb", "offline")  # on one process, and the second session on two
     run = runs / "a run"
     rewind(run, 2)
     done = train_offline(*SHORT, *arguments, "--tracking.log_model", "true")
@@ -250,6 +250,18 @@ def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, tmp_pa
             raise failure
     message = f"The model is not logged: {tmp_path / 'run'} has no valid checkpoint\n"
     assert (message in capsys.readouterr().out) == (failure is None)
+
+
+def test_export_and_tracker_share_the_time_limit(tracked, monkeypatch):
+    """The other processes wait for both."""
+    clock, limits = [0.0], []
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(trackers, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(trackers.Tracker, "_log_model", lambda self: clock.append(clock.pop() + 14))
+    monkeypatch.setattr(trackers, "wait", lambda futures, limit: limits.append(limit) or SimpleNamespace(done=True))
+    with tracked("--tracking.wandb", "offline", "--tracking.log_model", "true", "--timeout_seconds", "30"):
+        pass
+    assert limits == [0.75 * 30 - 14]
 
 
 @pytest.mark.parametrize(
