@@ -45,6 +45,13 @@ def test_batches_follow_the_order():
         assert sum(micro_batches, []) == order.indices(step)
 
 
+def test_rows_are_cut_to_the_length_of_their_step(monkeypatch):
+    monkeypatch.setattr(BatchSizes, "length", lambda self, step: (3, None)[step])
+    loader = BatchLoader(Rows(), GlobalBatches(50, BatchSizes(4), 7), 2, CPU)
+    shapes = [{rows.shape for batch in batches for rows in batch.values()} for batches in loader.batches(0, 2)]
+    assert shapes == [{(2, 3)}, {(2, 4)}]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_batches_do_not_depend_on_the_first_step(num_workers):
     whole = load(0, 12)

@@ -8,8 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from data.corpus import load_corpus
 from data.sampler import BatchSizes, GlobalBatches, permute
 from model.seeds import derive_seed
+from runtime.config.parser import parse_config
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 1000, 65_537])
@@ -29,6 +32,13 @@ def test_permute_differs_between_keys():
     assert len(orders) == 20
     fixed_points = [np.sum(permute(np.arange(1000), 1000, key) == np.arange(1000)) for key in range(400)]
     assert 0.7 < np.mean(fixed_points) < 1.3  # the mean of a random permutation is 1, its standard error here 0.05
+
+
+def test_order_of_a_run_knows_its_training_set():
+    """For a fork that sorts the samples by their content (tests/data/test_text.py: of a mixture)."""
+    config = parse_config(["--config", str(ROOT / "tests" / "support" / "tiny_random.yaml")])
+    corpus = load_corpus(config)
+    assert corpus.global_batches(config).dataset is corpus.train
 
 
 def test_permute_is_uniform():

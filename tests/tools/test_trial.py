@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,6 +116,17 @@ def test_trial_from_an_initial_model(runs, capsys):
     train(*TINY_STORIES, "--model.n_layers", 3, "--steps", 2, "--out_dir", runs, "--name", "initial")
     trial.main(trial.TrialConfig(settings=["--init_from", str(runs / "initial")]))
     assert "resumed run: the same metrics" in (printed := capsys.readouterr().out) and "Everything holds." in printed
+
+
+def test_trial_adds_what_verify_says_of_a_lost_state(monkeypatch):
+    for name in ("run_script", "train_and_kill", "read_rows"):
+        monkeypatch.setattr(trial, name, Mock())
+    monkeypatch.setattr(trial, "Run", Mock(return_value=Mock(sessions=lambda: [Mock(step=5)])))
+    monkeypatch.setattr(trial, "compare_rows", Mock(side_effect=TrialError("step 6: is all state saved?")))
+    printed = "PASS  another check\nFAIL  resuming is bitwise: model.num_calls\n"
+    monkeypatch.setattr(trial, "run_ranks", lambda script, words: (1, printed, ""))
+    with pytest.raises(TrialError, match="step 6: is all state saved.\nverify.py: FAIL .* model.num_calls"):
+        trial.main(trial.TrialConfig())
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ def describe(file: str) -> dict[str, Any]:
         from trainer.run.resolve import resolve_initial_model
 
         with_initial, _ = resolve_initial_model(config)
-    corpus = load_corpus(config.replace(**{"evaluation.num_samples": None}) if config.data.source == "text" else config)
+    whole = {"evaluation.num_samples": None} if config.data.source == "text" else {}
+    corpus = load_corpus(with_initial.replace(**whole))
     with_vocabulary = corpus.fill_in(with_initial)
     flops, warnings = flops_per_token(with_vocabulary)
     return {

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from data.corpus import load_corpus
+from runtime.config.parser import parse_config
 from runtime.config.schema import TrainConfig, flat_settings
 from runtime.files import sha256
 from tests.conftest import ROOT, environment, metrics
@@ -18,6 +19,7 @@ from tests.data.prepare.test_prepare import make, write_jsonl
 from tests.support import forked
 from tools.experiment import evaluator, runs
 from tools.experiment.evaluator import Data, held_out
+from tools.experiment.variant_program import record_reads
 from trainer.run.directory import Run
 
 TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
@@ -311,6 +313,45 @@ def test_training_data_that_nobody_saw_are_a_problem():
     data = Data.__new__(Data)
     problem = data.surplus_sequences(TrainConfig(), 1, 1, np.empty(0, np.int64))
     assert problem == "none of its training data were read from its data sets, so they cannot be compared"
+
+
+def test_reads_besides_batches_and_evaluations_are_a_problem():
+    """The run evaluates at steps 0, 2 and 4."""
+    config = parse_config(
+        ["--config", str(ROOT / "tests" / "support" / "tiny_random.yaml"), "--data.num_samples", "99"]
+    )
+    data = Data(config, TEST_SEED)
+    order = data.corpus.global_batches(config)
+    in_batches = [index for step in range(config.steps) for index in order.indices(step)]
+    batches, validation = data.hash_training_sequences(in_batches), [*data.validation_hashes]
+    [other] = data.hash_training_sequences([next(index for index in range(99) if index not in in_batches)])
+
+    def problem(*delivered, sessions=1):
+        return data.surplus_sequences(config, sessions, 1, np.array(delivered))
+
+    assert problem(*batches, *batches, *3 * validation) == problem(*batches, *4 * validation, sessions=2) == ""
+    assert problem(*batches, other) == "1 of the 17 sequences that it read are not in its batches"
+    too_many = "12 sequences of the validation set were read, more than its evaluations need"
+    assert problem(*batches, *4 * validation) == too_many
+
+
+class Rows:
+    def __getitem__(self, index):
+        return {"input_ids": self.arrays([index])["input_ids"][0]}
+
+    def arrays(self, indices):
+        return {"input_ids": np.array([[index, 7] for index in indices])}
+
+
+def test_each_sequence_that_is_read_is_recorded_once():
+    hashes = []
+    for _ in range(2):  # the training and the validation set may be of one class
+        record_reads(Rows, hashes)
+    rows = Rows()
+    one, three = rows[5], rows.arrays([5, 6, 5])
+    assert one["input_ids"].tolist() == [5, 7] and len(three["input_ids"]) == 3
+    five, *others = torch.cat(hashes).tolist()
+    assert [found == five for found in others] == [True, False, True]
 
 
 def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path):

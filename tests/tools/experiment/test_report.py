@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from runtime.config.errors import ConfigError
 from tests.conftest import ROOT
-from tools.experiment import report
+from tools.experiment import change, report
 from tools.experiment.picture import draw, label
 
 A, B, NOTHING, FAILS = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001", "--model.fails true"
@@ -54,6 +54,19 @@ def test_progress_names_what_a_run_changes(experiments):
 
 def test_one_idea_has_its_sentence_whatever_the_verdict(experiments):
     assert f"\nNo gain: {NOTHING}: loss 0.90" in experiments.race(NOTHING, json=False)
+
+
+def test_report_has_the_why_of_an_idea_and_lines_to_read(experiments, patches, monkeypatch):
+    """The why is the note, or the first line of a patch; the lines are of changed code alone."""
+    monkeypatch.setattr(change, "lines_to_read", lambda diff: ["train.py:3: files: open(x)"] if diff else [])
+    patch = patches.write("a.patch", "# 1\n", "# 1, changed\n", header="Less noise.\n\n")
+    [idea] = experiments.race(patch, runs=4)["ideas"]
+    assert (idea["why"], idea["lines_to_read"]) == ("Less noise.", ["train.py:3: files: open(x)"])
+    text = experiments.report(json=False)
+    assert f"\nwhy: {patch}: Less noise.\nread: {patch}: train.py:3: files: open(x)\n" in text
+    noted = experiments.race(A, runs=4, note="A guess.", json=False)
+    assert f"\nwhy: {A}: A guess.\n" in noted and "\nread: " not in noted
+    assert experiments.race(A, B, note="A guess.", error=ConfigError).startswith("note: is for a single idea")
 
 
 def test_all_races_and_confirmations_are_listed(experiments):

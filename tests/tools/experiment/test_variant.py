@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.numpy import save_file
 
 from model.config import GPTConfig
 from model.gpt import GPTModel
+from model.hf import to_transformers
 from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, TINY_STORIES
 from tools.experiment import runs, variant_program
@@ -27,6 +29,7 @@ from tools.experiment.variant import (
     scale_steps,
 )
 from tools.jobs.launch import Launch
+from trainer.checks.model import count_flops
 from trainer.run.directory import Run
 
 SETTINGS = {"name": "x", "steps": 400, "seq_len": 8, "global_batch_size": 4, "micro_batch_size": 4}
@@ -205,6 +208,18 @@ def test_what_is_counted_of_a_run(tmp_path):
     for rank in (0, 1):
         (tmp_path / f"counts.{rank}").write_text('{"tokens": 40, "updates": 5}\n' * 2)
     assert runs.count_work(run) == {"parameters": 9}
+
+
+def test_costs_are_those_of_the_initial_model(tmp_path):
+    """Its sizes are not those of the config file."""
+    initial = GPTModel(GPTConfig(vocab_size=16, max_position_embeddings=8, n_layers=3, n_heads=2, d_model=24, d_ff=40))
+    to_transformers(initial).save_pretrained(tmp_path / "initial")
+    settings = yaml.safe_load((ROOT / "tests" / "support" / "tiny_random.yaml").read_text())
+    settings |= {"init_from": str(tmp_path / "initial"), "model": {"dropout": 0.1}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    found = variant_program.describe(str(tmp_path / "config.yaml"))
+    assert found["parameters"] == initial.num_parameters()
+    assert found["flops_per_token"] == count_flops(initial.train(), 8) and not found["warnings"]
 
 
 # Scaling
