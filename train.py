@@ -53,7 +53,7 @@ from runtime.distributed.state_hash import state_digest
 from runtime.distributed.tree_reduce import AllReduce, TreeSum
 from runtime.private_torch import foreach_mul_  # multiplies each tensor of a list in place
 from trainer.block_stats import BlockStatistics
-from trainer.checkpoint.identity import code_hash
+from trainer.checkpoint.provenance import provenance
 from trainer.checkpoint.saver import Saver, load_checkpoint
 from trainer.cuda_graph import GraphedMicroBatch
 from trainer.ema import ema_weights
@@ -98,7 +98,7 @@ def main(config: TrainConfig) -> None:
         # Accelerate takes the device, mixed precision, and DDP or FSDP2, from `accelerate launch`. join_launch returns
         # `cpu`, `fsdp_plugin` and `kwargs_handlers`.
         accelerator = Accelerator(log_with=trackers.build_tracker(config, run), **join_launch(config))
-        check_same_settings(config, accelerator, code_hash())
+        check_same_settings(config, accelerator, provenance()["code"])
         stop_signal = StopSignal()  # from here on, a signal ends the run after a step, or within a long wait
 
         # Lock the run, find the checkpoint to resume from, and train.

@@ -200,6 +200,7 @@ def test_allreduce_example_equals_sequential_ranks(run, digits):
     assert first == second and first.keys() == {"weights", "moments"}
 
 
+@pytest.mark.slow
 def test_averaging_weights_equals_averaging_gradients_only_with_sgd_in_each_step(run):
     """Not with Adam; nor if the weights are averaged after every 10 steps, of which three epochs have 12."""
     outputs = [run(command) for command in AVERAGES]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -44,6 +43,8 @@ def build(*flags: str) -> Path:
     """
     what = [SOURCE.read_bytes(), torch.__version__.encode(), sys.version.encode(), *map(str.encode, flags)]
     key = sha256(b"".join(what)).hexdigest()[:16]
+    from torch.utils import cpp_extension  # imports setuptools
+
     library = Path(cpp_extension.get_default_build_root(), f"fake_cuda_{key}", "fake_cuda_ext.so")
     if library.exists():
         return library

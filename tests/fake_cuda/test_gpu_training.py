@@ -63,7 +63,7 @@ def test_bf16_takes_flash_attention(on_gpus, folder):
     assert_steady(run, 2, "flash")
 
 
-@pytest.mark.parametrize("launch_file", ["one_gpu", "multi_gpu"])
+@pytest.mark.parametrize("launch_file", [pytest.param("one_gpu", marks=pytest.mark.slow), "multi_gpu"])
 def test_resume_with_dropout_gives_same_digest(launch_file, on_gpus, folder):
     out_dir = folder / "resumed" / launch_file
     rewind(shutil.copytree(on_gpus(launch_file).directory, out_dir / "run"), 4)

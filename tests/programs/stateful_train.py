@@ -1,4 +1,4 @@
-"""A fork that keeps state in the place that the environment variable STATE names; runs train.py, or verify.py's check.
+"""A fork that keeps state in the places that the environment variable STATE names; runs train.py, or verify.py's check.
 
 Without one of the checkpoint's places, a resumed run differs: the state scales the learning rate or the loss.
 """
@@ -16,7 +16,7 @@ from runtime.cli import scripts
 from trainer.checks import verification
 from trainer.checks.short_run import parse_short_run
 
-STATE = os.environ["STATE"]
+STATE = os.environ["STATE"].split(",")
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -29,14 +29,14 @@ class CountingSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         group = self.param_groups[0]
-        self.count += STATE == "optimizer attribute"
-        group["count"] += STATE == "parameter group"
+        self.count += "optimizer attribute" in STATE
+        group["count"] += "parameter group" in STATE
         first = self.state[group["params"][0]]
-        first["count"] = first.get("count", torch.zeros(())) + (STATE == "tensor of the first parameter")
+        first["count"] = first.get("count", torch.zeros(())) + ("tensor of the first parameter" in STATE)
         for weight in group["params"]:
             state = self.state[weight]
-            state["step"] = state.get("step", torch.zeros(())) + (STATE == "tensor")
-            if STATE == "number":
+            state["step"] = state.get("step", torch.zeros(())) + ("tensor" in STATE)
+            if "number" in STATE:
                 state["step"], state["last"] = 1, 0.5
             count = float(state["step"]) + float(first["count"]) + self.count + group["count"]
             weight.sub_(group["lr"] / (1 + count) * weight.grad)
@@ -50,9 +50,9 @@ class Model(train.GPTModel):
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
     def forward(self, *arguments, **named):
-        self.num_calls += STATE == "model attribute"
-        self.ema += STATE == "model tensor"
-        self.table += STATE == "non-persistent buffer"
+        self.num_calls += "model attribute" in STATE
+        self.ema += "model tensor" in STATE
+        self.table += "non-persistent buffer" in STATE
         logits, loss, *metrics = super().forward(*arguments, **named)
         if self.training:
             assert loss is not None

@@ -71,15 +71,24 @@ def shortened(command, out_dir):
 
 
 def marked(command):
-    """Mark commands that start real launchers, other than `make train`, as slow."""
-    slow = any(word in command for word in ("torchrun", "multi_gpu", "fineweb", "make verify"))
+    """Mark commands that start real launchers as slow, and one that differs from another by a name."""
+    slow = any(word in command for word in ("torchrun", "multi_gpu", "fineweb", "make verify", "no_gpu"))
     return pytest.param(command, marks=pytest.mark.slow if slow else ())
+
+
+def launched_by(make):
+    """Return the command that a target of the Makefile launches, which prints it first."""
+    printed = shell(f"{make.replace('make', 'make --dry-run', 1)}").stdout
+    [launch] = re.findall(r"^\.venv/bin/(accelerate launch .*)$", printed, re.MULTILINE)
+    return launch
 
 
 @pytest.mark.parametrize("command", [marked(command) for command in COMMANDS if command != "make test"])
 def test_command_of_first_pages(command, out_dir):
-    in_forks = command.startswith(("python ", "accelerate "))
-    done = (python if in_forks else shell)(shortened(command, out_dir), WANDB_MODE="disabled")
+    line = shortened(command, out_dir)
+    line = launched_by(line) if command == "make train" else line
+    in_forks = line.startswith(("python ", "accelerate "))
+    done = (python if in_forks else shell)(line, WANDB_MODE="disabled")
     if "train.py" in command and "--print_config" not in command:
         assert done.stdout.endswith("Training finished.\n")
         processes = 1 if command.startswith("python") else 2
@@ -92,6 +101,12 @@ def test_command_of_first_pages(command, out_dir):
         assert "val/entropy" in done.stdout and "generation/valid" in done.stdout
         assert "The run is in" in done.stdout
         assert json.loads((out_dir / "stories" / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_make_train_trains_with_a_real_launcher(tmp_path):
+    done = shell(shortened("make train", tmp_path), WANDB_MODE="disabled")
+    assert done.stdout.endswith("Training finished.\n") and "processes: 2 x" in done.stdout
 
 
 def test_python_that_loads_a_run(out_dir):
@@ -320,6 +335,7 @@ def test_command_of_data_page(command, folder):
         assert least <= documents < (2 if least == 1 else 1.5 * least)
 
 
+@pytest.mark.slow
 def test_commands_make_the_texts_that_the_pages_prepare(tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")
     for name in ("model", "runtime"):

@@ -332,6 +332,7 @@ def nanochat(tmp_path):
     return tmp_path / "checkout"
 
 
+@pytest.mark.slow
 def test_nanochat_reads_documents_and_tokens_of_corpus(tmp_path, nanochat):
     documents = [f"{text}\nna\u00efve {number}" for number, text in enumerate(make_documents(60))]
     write_jsonl(tmp_path / "documents.jsonl", documents)

@@ -17,8 +17,8 @@ RUN_MODULE = "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
     "words",
     [
         ["tools.replay", "RUN", "1"],
-        ["tools.compare", "RUN", "--out", "PLACE/compare.png"],
-        ["tools.plot", "RUN"],
+        pytest.param(["tools.compare", "RUN", "--out", "PLACE/compare.png"], marks=pytest.mark.slow),
+        pytest.param(["tools.plot", "RUN"], marks=pytest.mark.slow),
     ],
     ids=lambda words: words[0],
 )

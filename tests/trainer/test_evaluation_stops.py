@@ -31,10 +31,11 @@ def assert_made_up(run, whole, step):
     assert now.evaluated and now.metrics["val/loss"] == expected.metrics["val/loss"]
 
 
-@pytest.mark.parametrize(("step", "rank"), [(0, 0), (2, 1), (4, 0)])
-def test_signal_in_evaluation_is_obeyed_before_its_end(step, rank, runs, whole):
+@pytest.mark.parametrize(("step", "rank", "processes"), [(0, 0, 0), (2, 1, 2), (4, 0, 0)])
+def test_signal_in_evaluation_is_obeyed_before_its_end(step, rank, processes, runs, whole):
     arguments = [*RECIPE, "run", "--out_dir", runs]
-    done = train(*arguments, processes=2, exit_code=1, faults=f"stop_in_evaluation:{rank}:{step}")  # of the launcher
+    exit_code = 1 if processes else 75  # a launcher exits with 1
+    done = train(*arguments, processes=processes, exit_code=exit_code, faults=f"stop_in_evaluation:{rank}:{step}")
     assert f"stopped after step {step}; run the same command again" in done.stderr
     assert json.loads((runs / "run" / "status.json").read_text())["state"] == "preempted"
     checkpoints = [path.name for path in (runs / "run" / "checkpoints").iterdir()]
@@ -43,7 +44,7 @@ def test_signal_in_evaluation_is_obeyed_before_its_end(step, rank, runs, whole):
         manifest = read_manifest(step_directory(runs / "run" / "checkpoints", step))
         assert not manifest.evaluated and "val/loss" not in manifest.metrics
         assert "val/loss" not in metrics(runs / "run")[-1]
-    shown = train(*arguments, processes=2).stdout
+    shown = train(*arguments, processes=processes).stdout
     assert f"[step {step} / 4] val/loss" in shown and f"[step {step} / 4] loss" not in shown
     assert_made_up(runs / "run", whole, 4)
 
@@ -79,7 +80,7 @@ def test_signal_is_obeyed_while_texts_are_compared(runs):
     )
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_signal_is_obeyed_while_texts_are_generated(processes, runs, whole):
     """Before the end of the batch, which may take minutes: no text is logged."""
     arguments = [*RECIPE, "run", "--out_dir", runs]

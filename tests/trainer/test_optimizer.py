@@ -155,7 +155,7 @@ def take_steps_sharded_and_whole(rank, rendezvous, limit, num_gathers):
 @pytest.mark.parametrize(
     ("limit", "num_gathers"),
     [
-        pytest.param(2**26, 3, id="a gather for each shape"),
+        pytest.param(2**26, 3, id="a gather for each shape", marks=pytest.mark.slow),
         pytest.param(4 * 16 * 16, 2 + 1 + 1, id="eight matrices of 16 x 16 in two gathers"),
     ],
 )

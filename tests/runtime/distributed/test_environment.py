@@ -147,7 +147,7 @@ def test_failed_notebook_cell_prints_one_message(more, message, processes, runs)
     assert (done.stdout + done.stderr).count(message) == 1 and done.stderr.count("train.py: error") < 2, done.stderr
 
 
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gloo_uses_the_interface_of_master_addr(machines, runs):
     code = f"import os; os.environ['LOCAL_WORLD_SIZE'] = str({2 // machines}); from runtime.cli import scripts\n"
     code += "scripts.run_script('train'); print(os.environ.get('GLOO_SOCKET_IFNAME'))"

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, thinned
 
 SRUN = """#!/bin/bash
 echo "$SRUN_CPUS_PER_TASK" > cpus_per_task
@@ -71,20 +71,21 @@ def submit(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "before, left, kind, exit_code, requeued, attempts",
-    [
-        ("", "finished", None, 0, False, 1),
-        ("preempted", "preempted", None, 0, True, 1),
-        ("preempted", "failed", "error", 1, False, 4),
-        ("", "running", None, 1, False, 4),  # killed
-        ("preempted", "failed", "config", 1, False, 1),
-        ("preempted", "failed", "non_finite", 1, False, 1),
-        ("preempted", "", None, 1, False, 1),  # refused before it wrote a status
-        ("", "", None, 1, False, 1),
-    ],
-)
-def test_preempted_job_is_requeued(before, left, kind, exit_code, requeued, attempts, tmp_path, submit):
+ENDS = [
+    ("preempted", "failed", "error", 1, False, 4),
+    ("", "finished", None, 0, False, 1),
+    ("preempted", "preempted", None, 0, True, 1),
+    ("", "running", None, 1, False, 4),  # killed
+    ("preempted", "failed", "config", 1, False, 1),
+    ("preempted", "failed", "non_finite", 1, False, 1),
+    ("preempted", "", None, 1, False, 1),  # refused before it wrote a status
+    ("", "", None, 1, False, 1),
+]
+
+
+@pytest.mark.parametrize("end", thinned(ENDS, 2), ids=str)
+def test_preempted_job_is_requeued(end, tmp_path, submit):
+    before, left, kind, exit_code, requeued, attempts = end
     if before:
         (tmp_path / "a run" / "two words" / "status.json").write_text(status(before))
     done = submit(leaves=status(left, kind))

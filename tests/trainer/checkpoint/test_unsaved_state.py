@@ -1,5 +1,7 @@
 """State that a checkpoint would lose: a save refuses numbers in optimizer.state, and verify.py finds any other."""
 
+import re
+
 import pytest
 
 from tests.conftest import ROOT, environment
@@ -29,15 +31,14 @@ def test_save_refuses_numbers_in_optimizer_state(processes, runs):
     assert not list((runs / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("state", LOST)
-def test_verify_names_state_that_a_resume_loses(state, runs):
-    done = run(state, runs, "--verify_steps", "4")
+def test_verify_names_state_that_a_resume_loses(runs):
+    done = run(",".join(LOST), runs, "--verify_steps", "4")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "differ after 4 steps; the first one is model.token_embedding.weight; checkpoints" in done.stdout
-    assert f"attributes with another value after the resume: {LOST[state]}\n" in done.stdout
+    [named] = re.findall("attributes with another value after the resume: (.*)", done.stdout)
+    assert sorted(named.split(", ")) == sorted(LOST.values())
 
 
-@pytest.mark.parametrize("state", ["tensor", "tensor of the first parameter"])
-def test_verify_passes_if_state_is_in_tensors(state, runs):
-    done = run(state, runs, "--verify_steps", "4")
+def test_verify_passes_if_state_is_in_tensors(runs):
+    done = run("tensor,tensor of the first parameter", runs, "--verify_steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
