@@ -29,7 +29,7 @@ def run(folders, script, **options):
 
 def test_run_writes_into_its_folder_and_temporary_ones_alone(folders):
     script = """
-        echo mine > experiment/runs/mine/file && echo x > $TMPDIR/file && echo x > /dev/shm/file && echo x > /dev/null
+        echo mine > experiment/runs/mine/file && echo x > $TMPDIR/file && echo x > /dev/shm/file && echo x > /dev/null && echo written
         for file in code/train.py code/new.py experiment/configs/a.yaml /var/tmp/mini-gpt-x $HOME/mini-gpt-x; do
             (echo forged > $file) 2> /dev/null && echo wrote $file
         done
@@ -37,7 +37,8 @@ def test_run_writes_into_its_folder_and_temporary_ones_alone(folders):
         echo forged > experiment/results.jsonl; echo forged > experiment/runs/other/file
     """
     done = run(folders, script)
-    assert done.stdout.split() == ["a:", "1experiment:", "configs", "runs", "tmp", "experiment/runs:", "mine"], done
+    found = ["a:", "1experiment:", "configs", "runs", "tmp", "experiment/runs:", "mine"]
+    assert done.stdout.split() == ["written", *found], done
     assert (folders / "experiment" / "runs" / "mine" / "file").read_text() == "mine\n"
     assert (folders / "code" / "train.py").read_text() == "x = 1" and not (folders / "code" / "new.py").exists()
     assert not (folders / "experiment" / "results.jsonl").exists()
