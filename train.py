@@ -98,7 +98,7 @@ def main(config: TrainConfig) -> None:
         # Accelerate takes the device, mixed precision, and DDP or FSDP2, from `accelerate launch`. join_launch returns
         # `cpu`, `fsdp_plugin` and `kwargs_handlers`.
         accelerator = Accelerator(log_with=trackers.build_tracker(config, run), **join_launch(config))
-        check_same_settings(config, accelerator, provenance()["code"])
+        check_same_settings(config, accelerator, str(provenance()["code"]))
         stop_signal = StopSignal()  # from here on, a signal ends the run after a step, or within a long wait
 
         # Lock the run, find the checkpoint to resume from, and train.

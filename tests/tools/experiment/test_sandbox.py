@@ -1,5 +1,6 @@
 """Code that nobody has read can write into the folder of its run alone, and leaves no process behind."""
 
+import os
 import subprocess
 
 import pytest
@@ -29,7 +30,9 @@ def run(folders, script, **options):
 
 def test_run_writes_into_its_folder_and_temporary_ones_alone(folders):
     script = """
-        echo mine > experiment/runs/mine/file && echo x > $TMPDIR/file && echo x > /dev/shm/file && echo x > /dev/null && echo written
+        for file in experiment/runs/mine/file $TMPDIR/file /dev/shm/file /dev/null; do
+            echo mine > $file || echo refused $file
+        done
         for file in code/train.py code/new.py experiment/configs/a.yaml /var/tmp/mini-gpt-x $HOME/mini-gpt-x; do
             (echo forged > $file) 2> /dev/null && echo wrote $file
         done
@@ -37,8 +40,7 @@ def test_run_writes_into_its_folder_and_temporary_ones_alone(folders):
         echo forged > experiment/results.jsonl; echo forged > experiment/runs/other/file
     """
     done = run(folders, script)
-    found = ["a:", "1experiment:", "configs", "runs", "tmp", "experiment/runs:", "mine"]
-    assert done.stdout.split() == ["written", *found], done
+    assert done.stdout.split() == ["a:", "1experiment:", "configs", "runs", "tmp", "experiment/runs:", "mine"], done
     assert (folders / "experiment" / "runs" / "mine" / "file").read_text() == "mine\n"
     assert (folders / "code" / "train.py").read_text() == "x = 1" and not (folders / "code" / "new.py").exists()
     assert not (folders / "experiment" / "results.jsonl").exists()
@@ -64,6 +66,17 @@ def test_processes_end_with_the_program(folders):
     assert done.stdout == "begun\n" and done.returncode == 0
     assert subprocess.run(["pgrep", "-f", "sleep 98765[4]"], capture_output=True).returncode == 1
     assert run(folders, "ls -d /proc/[0-9]* | wc -l").stdout.strip() in "23456", "it sees no other process"
+    queues = run(folders, "readlink /proc/self/ns/ipc").stdout.strip()
+    assert queues.startswith("ipc:") and queues != os.readlink("/proc/self/ns/ipc"), "nor its shared memory and queues"
+
+
+def test_program_ends_with_its_runner(folders):
+    """One that is killed cannot end it."""
+    command = sandbox.command(["sh", "-c", "echo ready; sleep 30; echo survived"], [folders / "experiment"], [], [])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    process.kill()
+    assert process.communicate()[0] == "", "of all that have the pipe"
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15)])
