@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.config.errors import ConfigError
+from runtime.config.errors import ConfigError, RunError
 from tools.experiment import report, verdicts
 from tools.experiment.baseline import baseline_margin, experiment_folder, open_experiment, resolve_baseline
 from tools.experiment.change import Idea
+from tools.experiment.corpus import LIBRARY
 from tools.experiment.record import Record
 from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs
 from tools.experiment.settings import ExperimentConfig
@@ -23,6 +24,7 @@ from tools.experiment.variant import Recipe, Variant, given_settings, scale_para
 MIN_SEEDS, MAX_SEEDS = verdicts.MIN_BASELINE_RUNS, 8  # of each variant
 STEPS, PARAMETERS = 2.0, 4.0  # factors
 TWICE, LARGER = "at twice the steps", "at four times the size"
+TEXT = {"data.source": "text", "data.path": str(LIBRARY)}  # for a race on stories, prepared at the first use
 # The data of configs/lab.yaml, for a race on text.
 STORIES = {"data.source": "stories", "data.facts": 1024, "data.zipf": 1.0}
 NUM_STORIES = 500  # that are evaluated
@@ -85,21 +87,20 @@ def plan(
         variants = resolve(config, recipe, runs, ideas)
         changes.append(Change(TWICE, runs, [scale_steps(one, STEPS) for one in variants], margin))
         changes.append(Change(LARGER, runs, [scale_parameters(one, PARAMETERS) for one in variants], margin))
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(f"reach: {error}", file=sys.stderr)
     try:
-        if other := other_data(config, recipe, runs.baseline):
-            name, recipe = other
-            baseline, recipe = resolve_baseline(recipe)
-            folder = experiment_folder(config, recipe, baseline)
-            opened = [change.runs for change in earlier if change.runs.folder == folder]
-            if not opened:
-                seed = open_experiment(folder, recipe, baseline, "reach")
-                opened.append(Runs(folder, baseline, runs.jobs, seed, config.metric))
-            [runs] = opened
-            variants = resolve(config, recipe, runs, ideas)
-            changes.insert(0, Change(name, runs, variants, baseline_margin(config, baseline)))
-    except ConfigError as error:
+        name, recipe = other_data(config, recipe, runs.baseline)
+        baseline, recipe = resolve_baseline(recipe)
+        folder = experiment_folder(config, recipe, baseline)
+        opened = [change.runs for change in earlier if change.runs.folder == folder]
+        if not opened:
+            seed = open_experiment(folder, recipe, baseline, "reach")
+            opened.append(Runs(folder, baseline, runs.jobs, seed, config.metric))
+        [runs] = opened
+        variants = resolve(config, recipe, runs, ideas)
+        changes.insert(0, Change(name, runs, variants, baseline_margin(config, baseline)))
+    except (ConfigError, RunError) as error:
         print(f"reach: {error}", file=sys.stderr)
     return changes
 
@@ -114,8 +115,8 @@ def resolve(config: ExperimentConfig, recipe: Recipe, runs: Runs, ideas: list[Id
     return variants
 
 
-def other_data(config: ExperimentConfig, recipe: Recipe, baseline: Variant) -> tuple[str, Recipe] | None:
-    """Return the name of a change to other data, and the recipe with these; None if there are none."""
+def other_data(config: ExperimentConfig, recipe: Recipe, baseline: Variant) -> tuple[str, Recipe]:
+    """Return the name of the change to other data, and the recipe with these."""
     if config.other_data is not None:
         data = given_settings(shlex.split(config.other_data), recipe.checkouts.folder(recipe.commit), {})
         name = "on stories" if data.get("data.source") == "stories" else "on text"
@@ -123,7 +124,7 @@ def other_data(config: ExperimentConfig, recipe: Recipe, baseline: Variant) -> t
         # As many as a run reads, so that none is seen twice.
         name, data = "on stories", STORIES | {"data.num_samples": baseline.steps * baseline.global_batch_size}
     else:
-        return None
+        name, data = "on text", TEXT
     settings: dict[str, Any] = dict(recipe.settings)
     if data.get("data.source") == "stories":
         settings["evaluation.num_samples"] = NUM_STORIES

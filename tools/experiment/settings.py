@@ -138,7 +138,7 @@ class ExperimentConfig(TunedConfig):
 
     other_data: str | None = None
     """Settings of the other data in one argument, such as "--data.source text --data.path corpora/mine". null: stories
-    for a race on text; a race on stories has none."""
+    for a race on text, and the text of Python's library for others."""
 
     compute_multiplier: bool = False
     """Also train the baseline on shorter and longer budgets, and say how many times its steps it would need for the

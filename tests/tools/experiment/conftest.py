@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.experiment import change, confirm, race, report, runs, sandbox, settings, variant, verdicts
+from tools.experiment import change, confirm, race, reach, report, runs, sandbox, settings, variant, verdicts
 from tools.experiment.settings import ConfirmConfig, ExperimentConfig, ReportConfig
 from tools.jobs import runner
 from tools.jobs.launch import Launch
@@ -254,6 +254,7 @@ def experiments(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "draw", lambda race, path: None)  # it takes a second
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(sandbox, "problem", lambda: "the fake runs write into the folder of all")
+    monkeypatch.setattr(reach, "TEXT", {"data.source": "text", "data.path": "no text here", "data.none": 1})
     # Without site packages Python starts three times as fast, too.
     parse = Launch.parse
     fast = Launch((sys.executable, "-IS"))

@@ -13,7 +13,8 @@ import pytest
 
 from tests.conftest import ROOT, environment
 from tests.tools.experiment.test_race import RECIPE, A, B, stop_at
-from tools.experiment import reach, runs, verdicts
+from tools.experiment import baseline, reach, runs, verdicts
+from tools.experiment.corpus import LIBRARY
 
 # The gain of A holds with twice the steps, turns into a loss on text, and is hidden by noise in a larger model.
 ELSEWHERE = """
@@ -63,7 +64,7 @@ def test_each_winner_is_compared_with_the_baseline_that_it_joined(experiments):
     assert result["stack"] == [A, B]
     for idea, effect in ((A, -0.3), (B, -0.2)):
         found = reach_of(result, idea)
-        assert {*found} == {"at twice the steps", "at four times the size"}, "stories have no other data"
+        assert {*found} == {"at twice the steps", "at four times the size"}
         assert all(one["effect"] == pytest.approx(effect, abs=0.02) for one in found.values())
     confirmed = experiments.confirm(sizes="1,4", seeds=4)
     assert {run["model.d_model"] for run in experiments.trained() if run["model.effect_a"] == 0.7} == {64}, (
@@ -78,6 +79,17 @@ def test_race_on_text_is_measured_on_stories(experiments):
     assert reach_of(result, "--model.effect_b 0.7")["on stories"]["holds"] == "yes"
     stories = [run for run in experiments.trained() if run["data.source"] == "stories"]
     assert {(run["data.facts"], run["data.path"], run["data.num_samples"]) for run in stories} == {(1024, None, 100)}
+
+
+def test_race_on_stories_is_measured_on_the_text_of_the_library(experiments, monkeypatch):
+    monkeypatch.setattr(reach, "TEXT", {"data.source": "text", "data.path": str(LIBRARY)})
+    prepared = []
+    monkeypatch.setattr(
+        baseline, "prepare_library", lambda recipe: prepared.append((recipe.data or {}).get("data.path"))
+    )
+    assert reach_of(experiments.race(A, reach=True), A)["on text"]["holds"] == "yes"
+    assert prepared == [None, str(LIBRARY)]
+    assert {run["data.path"] for run in experiments.trained() if run["seed"] >= 5000} == {None, str(LIBRARY)}
 
 
 def test_reach_is_measured_in_the_minutes_that_are_left(experiments):
@@ -103,8 +115,8 @@ def test_change_that_does_not_fit_into_the_minutes_is_left_out(experiments, monk
 def test_run_is_judged_by_its_flops(flops, is_late, tmp_path, monkeypatch):
     """The baseline takes a minute, and ten are left."""
     monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": runs.Result("a-0", 1.0, elapsed=60.0)})
-    baseline: Any = SimpleNamespace(digest="a", flops=7.0)
-    found = runs.Runs(tmp_path, baseline, SimpleNamespace(), 0)
+    of_a: Any = SimpleNamespace(digest="a", flops=7.0)
+    found = runs.Runs(tmp_path, of_a, SimpleNamespace(), 0)
     variant: Any = SimpleNamespace(flops=7.0 * flops)
     assert found.is_time_spent(time.monotonic(), 10, variant) == is_late
     assert not found.is_time_spent(time.monotonic(), None, variant)
