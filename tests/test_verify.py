@@ -119,6 +119,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_trains_as_one(runs):
     """The number of target tokens and the gradient are those of one process, although the launch has two."""
     done = forked.run("-c", [SELECT_CHECKS, *verify_command(runs, "--verify_steps", "2")], 2, environment())
@@ -388,6 +389,7 @@ def shorten_first_rows():
     )
 
 
+@pytest.mark.slow
 def test_verify_passes_with_shorter_sequences_in_first_steps(runs, tmp_path):
     output, exit_code = in_a_fork(shorten_first_rows, runs, tmp_path / "out", "--verify_steps", "4")
     words = ["SKIP" if name.startswith("replicas") else "PASS" for name in CHECKS]

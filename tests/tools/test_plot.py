@@ -141,6 +141,7 @@ def trained(tmp_path_factory):
     return out_dir / "run"
 
 
+@pytest.mark.slow
 def test_plot_draws_all_that_a_run_logged(trained):
     assert not list(trained.glob("*.png")), "only tools.plot draws"
     printed = python(f"python -m tools.plot {trained} --x tokens").stdout

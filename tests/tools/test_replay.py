@@ -63,6 +63,7 @@ def test_first_step_is_retrained_from_initial_weights(run):
     assert len(samples(shown)) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_show_the_same_sequences(tmp_path):
     train(*RECIPE, "--micro_batch_size", 1, "--out_dir", tmp_path, "--name", "run", processes=2)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -126,6 +126,7 @@ def test_child_that_cannot_start_is_no_error():
     assert not works and reason.startswith("the child process cannot start: Can't "), reason
 
 
+@pytest.mark.slow
 def test_child_that_has_a_result_ends_by_itself(tmp_path):
     """A child that is killed leaves semaphores, which Python reports when the run ends."""
     file = tmp_path / "finalized"

@@ -159,6 +159,7 @@ def take_steps_sharded_and_whole(rank, rendezvous, limit, num_gathers):
         pytest.param(4 * 16 * 16, 2 + 1 + 1, id="eight matrices of 16 x 16 in two gathers"),
     ],
 )
+@pytest.mark.slow
 def test_muon_on_sharded_matrices_equals_whole(tmp_path, limit, num_gathers):
     arguments = [(rank, tmp_path / "rendezvous", limit, num_gathers) for rank in (0, 1)]
     processes = [server.Process(target=take_steps_sharded_and_whole, args=each, daemon=True) for each in arguments]

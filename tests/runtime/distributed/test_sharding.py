@@ -107,6 +107,7 @@ def test_fsdp2_launch_file_shards(fsdp2, ddp):
     assert_sharded_like_ddp("fsdp2", 2, *fsdp2, ddp)
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_on_after_evaluating_ema(runs):
     """Without a save or generations after the evaluation, which would reshard the gathered EMA weights."""
     words = [*TINY_STORIES, "--name", "run", "--evaluation.ema_decay", 0.9, "--evaluation.every", 2]

@@ -127,6 +127,7 @@ def test_sighup_under_nohup(handled, outlives, runs):
     assert status(runs / "run")["state"] == ("finished" if outlives else "preempted"), output
 
 
+@pytest.mark.slow
 def test_run_stops_with_a_launcher_of_one_process(runs):
     """`accelerate launch` for one process passes no signal on: a SIGTERM ends it, and the script would train on."""
     command = [Path(sys.executable).parent / "accelerate", "launch", "--num_processes", "1", "--num_machines", "1"]
