@@ -7,6 +7,7 @@ import torch
 
 import model.attention
 import model.gpt
+import model.hf
 from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
 from runtime.config.parser import parse_config
@@ -186,7 +187,7 @@ class WithFrozenPart(model.gpt.GPTModel):
 @pytest.mark.parametrize(("flops", "passed"), [(2, True), (6, False), (0, False)])
 def test_flops_count_frozen_part(flops, passed, config, monkeypatch):
     monkeypatch.setattr(WithFrozenPart, "flops_of_others", flops, raising=False)
-    monkeypatch.setattr(checks, "GPTModel", WithFrozenPart)
+    monkeypatch.setattr(model.hf, "GPTModel", WithFrozenPart)
     assert checks.check_flops(config, 128)[0] is passed
 
 
@@ -211,7 +212,7 @@ class RefusesDocuments(model.gpt.GPTModel):
 
 
 def test_isolated_documents_may_be_refused_unless_run_has_them(monkeypatch):
-    monkeypatch.setattr(checks, "GPTModel", RefusesDocuments)
+    monkeypatch.setattr(model.hf, "GPTModel", RefusesDocuments)
     passed, reason = checks.check_isolated_documents(SMALL, 16, is_needed=False)
     assert passed is None and reason.endswith("refuses position_ids: position_ids: not supported")
     with pytest.raises(ValueError, match="position_ids: not supported"):
@@ -248,7 +249,7 @@ class WithIdleExpert(model.gpt.GPTModel):
 
 
 def test_flops_do_not_subtract_biases_of_idle_experts(config, monkeypatch):
-    monkeypatch.setattr(checks, "GPTModel", WithIdleExpert)
+    monkeypatch.setattr(model.hf, "GPTModel", WithIdleExpert)
     assert checks.check_flops(config, 128)[0]
 
 
@@ -257,7 +258,7 @@ def test_flops_do_not_subtract_biases_of_idle_experts(config, monkeypatch):
 def test_cached_logits_find_forgotten_cache(settings, seq_len, monkeypatch):
     config = GPTConfig(vocab_size=20, d_model=16, **settings)
     assert checks.check_cached_logits(config, seq_len)[0] is True
-    monkeypatch.setattr(checks, "GPTModel", ForgetsCache)
+    monkeypatch.setattr(model.hf, "GPTModel", ForgetsCache)
     assert checks.check_cached_logits(config, seq_len)[0] is False
 
 
@@ -273,7 +274,7 @@ class ReadsPrefix(model.gpt.GPTModel):
 
 
 def test_cached_logits_find_prefix_longer_than_prompt(monkeypatch):
-    monkeypatch.setattr(checks, "GPTModel", ReadsPrefix)
+    monkeypatch.setattr(model.hf, "GPTModel", ReadsPrefix)
     assert checks.check_cached_logits(SMALL, 16)[0] is False
 
 
@@ -287,7 +288,7 @@ class AddsConstant(ForgetsCache):
 
 
 def test_cached_logits_find_fault_under_constant(monkeypatch):
-    monkeypatch.setattr(checks, "GPTModel", AddsConstant)
+    monkeypatch.setattr(model.hf, "GPTModel", AddsConstant)
     assert checks.check_cached_logits(SMALL, 16)[0] is False
 
 
