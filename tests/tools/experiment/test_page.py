@@ -1,6 +1,7 @@
 """The commands of docs/experiments.md run in its order; published figures follow from the raw rows of their runs."""
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -149,7 +150,45 @@ def test_figures_of_results(races):
     effects = [[ideas[idea]["effect"] for idea in on_text] for ideas in (alone, on_text)]
     correlation: Any = spearmanr(effects[0], effects[1])
     figures.append(f"rank correlation is {correlation.statistic:.2f}")
-    check_figures(joined(RESULTS), figures)
+    check_figures(joined(RESULTS.partition("### Agreement")[0]), figures)
+
+
+def test_figures_of_agreement():
+    rows = [json.loads(line) for line in (RAW.parent / "agreement.jsonl").read_text().splitlines()]
+    known = {row["idea"]: row["known"] for row in rows if row["known"]}
+
+    def changes(experiment, rates, seed):
+        """The change of the loss against the baseline with the same seed, each at the best of some rates."""
+        best: dict[str, float] = {}
+        for row in rows:
+            # The baselines of the experiment of both halves stand with those of the half that was trained first.
+            is_baseline = row["idea"] == "baseline" and row["experiment"] == experiment.replace(
+                "report-5e", "choose-5e"
+            )
+            if (row["experiment"] == experiment or is_baseline) and row["lr"] in rates and row["seed"] == seed:
+                best[row["idea"]] = min(row["loss"], best.get(row["idea"], math.inf))
+        baseline = best.pop("baseline")
+        return {idea: loss / baseline - 1 for idea, loss in best.items()}
+
+    def right(found):
+        assert len(found) == 12
+        return f"{sum((change < 0) == (known[idea] == 'better') for idea, change in found.items())} of 12"
+
+    on_report = changes("1600-report-5e-3", [5e-3], 5000)
+    figures = [
+        f"| choose | {right(changes('400', [5e-3, 1e-2, 2e-2], 0))} |",
+        f"| choose | {right(changes('1600-choose', [1e-2], 5000))} |",
+        f"is `configs/text_lab.yaml` | choose | {right(changes('1600-choose-5e-3', [5e-3], 5000))} |",
+        f"1,600 steps at 5e-3 | report | {right(on_report)} |",
+    ]
+    names = {"muon": "Muon has", "bigram_embeddings": "bigram embeddings", "relu_squared": "ReLU²"}
+    names |= {"value_residual": "a value residual", "shallower_wider": "a shallower and wider model"}
+    names |= {"constant_learning_rate": "a constant learning rate", "dropout": "dropout", "swiglu": "found better, has"}
+    names |= {"parallel_blocks": "parallel blocks", "no_positions": "no positions", "geglu": "soft-capping and GEGLU"}
+    figures += [f"{name} {percent(on_report[idea])}" for idea, name in names.items()]
+    assert percent(on_report["logit_softcap"]) == percent(on_report["geglu"])
+    figures.append(f"heads have {percent(changes('1600-choose-5e-3', [5e-3], 5000)['fewer_wider_heads'])}")
+    check_figures(joined(RESULTS.partition("### Agreement")[2]), figures)
 
 
 def check_figures(text, figures):
