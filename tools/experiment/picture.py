@@ -15,7 +15,10 @@ STYLES = {
     "unknown": ("#888888", "D"),
     "failed": ("#A0428A", "s"),
     "identical": ("#000000", "s"),
+    "refused": ("#A0428A", "X"),
+    "withdrawn": ("#888888", "X"),
 }
+WITHOUT_ESTIMATE = {"failed": "its runs fail", "refused": "refused", "withdrawn": "withdrawn"}
 MAX_LABEL = 52  # characters
 MAX_LATER_IDEAS = 10  # that are drawn of each round but the first
 MIN_REACH, MAX_REACH = 0.1, 1.0  # of the axis on either side of zero, as fractions
@@ -77,8 +80,8 @@ def draw_idea(axes: Any, height: int, idea: dict[str, Any], reach: float) -> Non
     if height % 2 == 0:
         axes.axhspan(height - 0.5, height + 0.5, color="0.95", linewidth=0)
     if idea["effect"] is None:
-        text = "  its runs fail" if idea["verdict"] == "failed" else "  no estimate yet"
-        axes.text(0, height, text, color=color, fontsize="small", va="center")
+        text = WITHOUT_ESTIMATE.get(idea["verdict"], "no estimate yet")
+        axes.text(0, height, f"  {text}", color=color, fontsize="small", va="center")
         return
     line, size = (2.6, 6) if idea["verdict"] in ("better", "worse") else (1.4, 4)
     ends = [idea["low"], min(idea["high"], 2 * reach)]

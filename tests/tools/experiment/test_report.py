@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from typing import get_args
 
 import pytest
 from matplotlib.figure import Figure
@@ -11,6 +12,7 @@ from runtime.config.errors import ConfigError
 from tests.conftest import ROOT
 from tools.experiment import change, report
 from tools.experiment.picture import draw, label
+from tools.experiment.verdicts import Verdict
 
 A, B, NOTHING, FAILS = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001", "--model.fails true"
 CHANGE = r"[+-]\d+\.\d%"
@@ -216,6 +218,15 @@ def test_picture_without_results_and_of_very_wide_intervals(tmp_path, figures):
     assert "$x$ _one_" in [name.get_text() for name in figures[0].axes[0].get_yticklabels()] and "wide" in text
     assert figures[0].axes[0].get_xlim() == (-1, 1)
     draw(race | {"rounds": [entry | {"ideas": []}]}, tmp_path / "empty.svg")
+
+
+@pytest.mark.parametrize("verdict", [*get_args(Verdict), "refused", "withdrawn"])
+def test_picture_knows_each_verdict(verdict, tmp_path, figures):
+    nothing = dict.fromkeys(("effect", "low", "high", "steps", "flops", "seconds", "parameters"))
+    idea = {"idea": "x", "verdict": verdict, "runs": 0, "failed": 0, "joined": False, **nothing}
+    entry = {"round": 1, "stack": [], "baseline_loss": 1.0, "ideas": [idea]}
+    draw({"rounds": [entry], "runs": 0, "failed": 0, "compared": "loss"}, tmp_path / "race.svg")
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [verdict]
 
 
 def test_label_of_a_patch_is_its_name():
