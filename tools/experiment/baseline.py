@@ -65,7 +65,7 @@ def baseline_margin(config: IdeasConfig, baseline: Variant) -> float:
 
 
 def open_experiment(folder: Path, recipe: Recipe, baseline: Variant, name: str) -> int:
-    """Lock the folder of an experiment for a race, "confirm" or "agreement"; return the seed of its test data.
+    """Lock the folder of an experiment for `name`, a race or another command; return the seed of its test data.
 
     It is locked until the checkouts are removed.
     """

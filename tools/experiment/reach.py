@@ -49,7 +49,7 @@ class Change:
     def findings(self) -> list[verdicts.Finding]:
         """What is known of each winner."""
         digests = [(one.digest, other.digest) for one, other in self.pairs]
-        return report.compare_runs(self.runs.results, digests, self.margin)
+        return report.compare_runs(report.Groups(self.runs.results), digests, self.margin)
 
     @property
     def missing(self) -> list[Planned]:

@@ -116,9 +116,8 @@ class Groups:
         return [group.values for group in self.by_digest.values()]
 
 
-def compare_runs(results: Mapping[str, Result], pairs: Iterable[tuple[str, str]], margin: float) -> list[Finding]:
+def compare_runs(groups: Groups, pairs: Iterable[tuple[str, str]], margin: float) -> list[Finding]:
     """Return what reserved seeds say of pairs of digests (baseline, variant)."""
-    groups = Groups(results)
     indices = [tuple(groups.indices(*pair)) for pair in pairs]
     known = [
         (first, second)
@@ -141,9 +140,9 @@ def describe_comparisons(
     results: Mapping[str, Result], pairs: Sequence[tuple[str, str]], margin: float
 ) -> list[dict[str, Any]]:
     """Return what reserved seeds say of pairs of digests (baseline, variant), and the runs of the variants."""
-    rows = []
-    for (_, digest), finding in zip(pairs, compare_runs(results, pairs, margin), strict=True):
-        group = group_of(runs_of(results, digest, SEEDS_OF_CONFIRMATIONS))
+    groups, rows = Groups(results), []
+    for (_, digest), finding in zip(pairs, compare_runs(groups, pairs, margin), strict=True):
+        group = groups.by_digest[digest]
         rows.append(describe_finding(finding) | {"runs": group.num_ended, "failed": group.failed})
     return rows
 
@@ -340,11 +339,7 @@ def cost_ratios(
         return ratio(*(mean(getattr(run, name) for run in some) for some, _ in both))
 
     of_a_token = ratio(*(one["flops"] / one["tokens"] for _, one in both))
-    costs["forwards"], costs["updates"], costs["seconds"] = (
-        counted("forward_tokens"),
-        counted("updates"),
-        counted("seconds"),
-    )
+    costs |= {"forwards": counted("forward_tokens"), "updates": counted("updates"), "seconds": counted("seconds")}
     costs["flops"] = (of_a_token or 0.0) * (costs["forwards"] or costs["tokens"] or 0.0)
     costs["parameters"] = counted("parameters") or described["parameters"] / described_baseline["parameters"]
     is_timed = all((mean(run.seconds for run in some) or 0.0) >= MIN_TIMED_SECONDS for some, _ in both)

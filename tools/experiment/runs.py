@@ -23,13 +23,7 @@ from runtime.config.errors import RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT, check_checkout
-from tools.experiment.variant import (
-    Variant,
-    delivered_file,
-    describe_error,
-    last_error,
-    scale_steps,
-)
+from tools.experiment.variant import Variant, delivered_file, describe_error, last_error, scale_steps
 from tools.experiment.verdicts import Group
 from tools.jobs.program import ask
 from tools.jobs.runner import Job, JobRunner
@@ -119,7 +113,6 @@ class Runs:
         self.elapsed: dict[str, float] = {}
         """Seconds from start to end of the runs that this process trained, by name."""
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
-        jobs.overdue = self._overdue
         self._counted: dict[str, dict[str, int]] = {}
         """What was counted of runs that are not evaluated yet, by name."""
         self._seconds_per_flop: list[float] = []
@@ -206,7 +199,7 @@ class Runs:
             SystemExit: a signal was received; what has finished is kept.
             RunError: a disk is full.
         """
-        self.jobs.overdue = self._overdue  # other runs may have been trained in between
+        self.jobs.overdue = self._overdue  # one runner may train the runs of several experiments in turn
         with ThreadPoolExecutor(1) as pool:
             ended: list[tuple[Job, dict[str, Any]]] = []
             evaluation: Future[list[Result]] | None = None

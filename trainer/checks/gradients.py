@@ -61,8 +61,7 @@ def gradient_errors(
     teacher = build_teacher(make_small(teacher_config, length), batch) if teacher_config else None
     network = build_perturbed(config.model).train()  # parameters initialised to zero have an effect, too
     if initial:
-        names = network.state_dict()
-        network.load_state_dict({n: weight for n, weight in initial.state_dict().items() if n in names}, strict=False)
+        network.load_state_dict(initial.state_dict(), strict=False)  # the layers that the small model lacks are ignored
     build_optimizer(network, config.optimizer)  # a fork may freeze parameters there
 
     plain = deepcopy(network).double()
