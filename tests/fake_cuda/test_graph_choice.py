@@ -8,6 +8,8 @@ from tests.conftest import ROOT, TINY_STORIES, metrics
 from tests.fake_cuda.launch import fake_gpus
 from tests.support import forked
 
+pytestmark = pytest.mark.slow  # each starts the program of a trial, which imports torch
+
 # A fork of train.py. The child process of the trial imports it too, and has its devices from tests/fake_cuda/site.
 PROGRAM = """
 import os
@@ -89,7 +91,7 @@ def run(out_dir, *settings, processes=0, **changes):
     return metrics(out_dir / "run"), [re.sub(r"from [\d.e+-]+,", "from N,", line) for line in lines]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "agrees")) for name in TRIALS])
+@pytest.mark.parametrize("name", TRIALS)
 def test_trial_changes_nothing_and_is_reported(name, without, tmp_path):
     changes, line = TRIALS[name]
     assert run(tmp_path, **changes) == (without, [line])
@@ -108,7 +110,6 @@ def allocate(x_BTC):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fails_after, processes", [(0, 0), (15, 0), (0, 2)], ids=["first", "later", "two processes"])
 def test_run_lacks_memory_for_graph(fails_after, processes, without, folder, tmp_path):
     """The first capture of a run, or one in the middle of a step, needs too much memory."""
@@ -127,7 +128,6 @@ def test_run_lacks_memory_for_graph(fails_after, processes, without, folder, tmp
     assert {re.sub(r"PROGRAM:\d+", "PROGRAM:14", other) for other in lines[1:]} == {line}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--exact", "true"]], ids=["DDP", "exact"])
 def test_two_processes_try_once(settings, folder, tmp_path):
     rows = []

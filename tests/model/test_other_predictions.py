@@ -90,6 +90,7 @@ def test_scripts_refuse_what_needs_next_token_predictions(trained, tmp_path):
         export.main(ExportConfig(run=str(trained), out=str(tmp_path / "exported")))
 
 
+@pytest.mark.slow
 def test_verify_passes(tmp_path):
     words = [*TINY_STORIES, "--verify_steps", "4", "--out_dir", str(tmp_path)]
     done = forked.run(PROGRAM, words, 0, environment())

@@ -43,6 +43,7 @@ def test_plan_of_a_run_of_two_steps(runs):
     assert "1,536 in 2 steps" in done.stdout and " tokens/s, " in done.stdout
 
 
+@pytest.mark.slow
 def test_plan_counts_memory_of_evaluation(runs):
     """An evaluation of 200 rows takes more memory than a step of six."""
     words = [*TINY_STORIES, "--evaluation.num_samples", 200, "--model.d_model", 64, "--model.d_ff", 256]

@@ -247,6 +247,7 @@ def test_launch_of_the_run_is_restored_or_reported(run, tmp_path):
     assert "; device cuda in the run, cpu here, processes 4" in replay(copy, 3)
 
 
+@pytest.mark.slow
 def test_branch_is_replayed_from_its_parent(run, tmp_path):
     parent = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000002"
     branch = ["--branch_from", parent, "--optimizer.weight_decay", 0.3, "--out_dir", tmp_path, "--name", "branch"]

@@ -171,6 +171,7 @@ def test_missing_compiler_is_named(monkeypatch):
     assert missing_compiler(torch.device("cuda")) == "no compiler: gcc or clang"
 
 
+@pytest.mark.slow
 def test_importing_train_loads_no_slow_packages():
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo")
     slow += ("transformers", "datasets", "wandb", "matplotlib", "export")

@@ -102,6 +102,7 @@ def assert_sharded_like_ddp(kind, processes, run, done, ddp):
     )
 
 
+@pytest.mark.slow
 def test_fsdp2_launch_file_shards(fsdp2, ddp):
     assert "2 x cpu, 1 thread(s) each, gloo, 1 replica(s) x 2 shards\n    precision: fp32\n" in fsdp2[1].stdout
     assert_sharded_like_ddp("fsdp2", 2, *fsdp2, ddp)

@@ -58,6 +58,7 @@ def test_compute_optimal_minimises_loss():
     assert TRUE(parameters, tokens) <= TRUE(others, 1e12 / others).min()
 
 
+@pytest.mark.slow
 def test_unseen_fact_probability_matches_simulation():
     rng = np.random.default_rng(0)
     shares = np.arange(1, 201) ** -1.3

@@ -49,6 +49,7 @@ def test_surviving_sessions_drop_retrained_steps():
     assert surviving_sessions([], 3) == []
 
 
+@pytest.mark.slow
 def test_tokens_of_branches_with_other_sizes(runs):
     """The parents need not be on the disk any more."""
     words = ["--config", ROOT / "tests" / "support" / "tiny_random.yaml", "--out_dir", runs, "--micro_batch_size", 2]

@@ -104,6 +104,7 @@ def test_teacher_is_imitated_and_stays_frozen(made):
     assert saved == load_run(run).model.state_dict().keys(), "the student alone"
 
 
+@pytest.mark.slow
 def test_resumed_run_has_bits_of_two_processes(made):
     """With `exact`, a run of one process that was stopped equals an uninterrupted one of two."""
     words = recipe(made, "--exact", "true", "--micro_batch_size", 3, "--name")

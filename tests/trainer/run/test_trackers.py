@@ -300,6 +300,7 @@ def test_wandb_online_without_account_is_refused(runs, tmp_path):
     assert not runs.exists()
 
 
+@pytest.mark.slow
 def test_wandb_online_without_server_logs_offline_for_later_sync(runs):
     server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40, "WANDB_PROJECT": "mine"}
     words = [*SHORT, "--tracking.wandb", "online", "--out_dir", runs, "--name", "run"]
