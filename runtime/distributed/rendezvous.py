@@ -56,13 +56,13 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
         while not is_server and (error := connection_error(address, port)):
             if has_launcher_store and isinstance(error, ConnectionRefusedError):
                 raise RunError(f"process {rank} of {num_processes} ends because the launcher at {address} has ended")
-            pause(f"port {port} could not be reached ({error})")
+            pause(f"it could not be reached ({error})")
         timeout = timedelta(seconds=timeout_seconds)
         options = {"is_master": is_server, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
         # The constructor waits without limit for an answer, which another program at this port never sends.
         server = in_background(
             lambda: TCPStore(address, port, **options),
-            lambda: pause(f"another program seems to use MASTER_PORT {port} (choose another one): it did not answer"),
+            lambda: pause("another program seems to use the port (choose another one): it did not answer"),
         )
         store = PrefixStore("start", server)
         if rank > 0:
@@ -82,9 +82,12 @@ def fresh_store(rank: int, num_processes: int, timeout_seconds: float) -> Store:
                 print(f"still waiting for process(es) {absent} to reach {address} ...", file=sys.stderr, flush=True)
             pause(f"process(es) {absent} did not start")
     except (DistError, TimeoutError) as error:
+        reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            reason = "another program on this machine uses the port (choose another one)"
         raise RunError(
-            f"process {rank} of {num_processes} cannot join the others at MASTER_ADDR {address}: "
-            f"{str(error).splitlines()[0]}; to train with one process, unset WORLD_SIZE"
+            f"process {rank} of {num_processes} cannot join the others at MASTER_ADDR:MASTER_PORT {address}:{port}: "
+            f"{reason}; to train with one process, unset WORLD_SIZE"
         ) from None
     return PrefixStore(own_name, store)
 

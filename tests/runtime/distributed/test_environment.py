@@ -34,7 +34,7 @@ def test_fresh_store_reports_absent_processes(monkeypatch, capsys):
     with pytest.raises(RunError, match=r"process\(es\) \[1, 2\] did not start within 1 s; to train with one process"):
         rendezvous.fresh_store(0, 3, 1)
     assert "still waiting for process(es) [1, 2] to reach 127.0.0.1" in capsys.readouterr().err
-    with pytest.raises(RunError, match="process 1 of 2 cannot join the others at MASTER_ADDR 127.0.0.1"):
+    with pytest.raises(RunError, match="process 1 of 2 cannot join the others at MASTER_ADDR:MASTER_PORT 127.0.0.1"):
         rendezvous.fresh_store(1, 2, 1)
 
 
@@ -58,11 +58,15 @@ def test_fresh_store_ends_with_the_launcher(rank, monkeypatch):
 
 
 def test_fresh_store_reports_foreign_program_at_its_port(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as foreign:  # accepts connections, and never answers
+    with socket.create_server(("", 0)) as foreign:  # accepts connections, and never answers
+        port = foreign.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(foreign.getsockname()[1]))
-        with pytest.raises(RunError, match="another program seems to use MASTER_PORT .*did not answer within 0.1 s"):
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        start = f"cannot join the others at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: another program "
+        with pytest.raises(RunError, match=f"{start}seems to use the port .*did not answer within 0.1 s"):
             rendezvous.fresh_store(1, 2, 0.1)
+        with pytest.raises(RunError, match=f"{start}on this machine uses the port .choose another one"):
+            rendezvous.fresh_store(0, 2, 600)
 
 
 def test_network_interface_leads_to_the_other_machines(monkeypatch):
