@@ -31,8 +31,9 @@ def assert_made_up(run, whole, step):
     assert now.evaluated and now.metrics["val/loss"] == expected.metrics["val/loss"]
 
 
-@pytest.mark.parametrize(("step", "rank", "processes"), thinned([(2, 1, 2), (0, 0, 0), (4, 0, 0)], 3))
-def test_signal_in_evaluation_is_obeyed_before_its_end(step, rank, processes, runs, whole):
+@pytest.mark.parametrize("stop", thinned([(2, 1, 2), (0, 0, 0), (4, 0, 0)], 3), ids=str)
+def test_signal_in_evaluation_is_obeyed_before_its_end(stop, runs, whole):
+    step, rank, processes = stop
     arguments = [*RECIPE, "run", "--out_dir", runs]
     exit_code = 1 if processes else 75  # a launcher exits with 1
     done = train(*arguments, processes=processes, exit_code=exit_code, faults=f"stop_in_evaluation:{rank}:{step}")
