@@ -4,6 +4,7 @@ The settings of the model are in model/config.py. Without `--config`, runtime/co
 configs/stories.yaml, which overrides some of these defaults.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -434,6 +435,8 @@ class TrainConfig(Settings):
                     f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
                     f"{num_processes} = {sequences_at_once}; the nearest multiples: {_nearest(size, sequences_at_once)}"
                 )
+                if not size % num_processes:  # as with a recipe for fewer processes
+                    message += f"; or set micro_batch_size to {math.gcd(size // num_processes, self.micro_batch_size)}"
                 micro_batches, rest = divmod(size, self.micro_batch_size)
                 if not rest:  # another number of processes can split it
                     counts = [str(n) for n in range(1, min(micro_batches, 1024) + 1) if micro_batches % n == 0]

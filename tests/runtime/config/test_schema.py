@@ -1,5 +1,6 @@
 """Invalid settings give one message and exit code 2 before anything is written; valid ones are read literally."""
 
+import re
 import subprocess
 
 import pytest
@@ -279,7 +280,19 @@ def test_command_line_takes_whole_sections():
 def test_batch_must_be_divisible_by_processes():
     message = refusal("--global_batch_size", "24", num_processes=2)
     assert "16 or 32" in message and "numbers of processes that can split it: 1, 3" in message
+    assert "; or set micro_batch_size to 4" in message
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
+    assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24", "--micro_batch_size", "4"], num_processes=2)
+
+
+@pytest.mark.parametrize("recipe", ["stories", "stories_fast", "lab"])
+def test_refusal_of_eight_processes_names_micro_batch_size_that_works(recipe):
+    """As on a machine with eight GPUs, with a recipe for fewer processes."""
+    words = ["--config", str(ROOT / "configs" / f"{recipe}.yaml")]
+    with pytest.raises(ConfigError) as error:
+        parse_config(words, num_processes=8)
+    found = re.search(r"; or set micro_batch_size to (\d+)", str(error.value))
+    assert parse_config([*words, "--micro_batch_size", found[1]], num_processes=8)
 
 
 def test_resuming_from_nowhere_is_refused(runs):
