@@ -1,7 +1,8 @@
 """Train a mini-GPT: python train.py [--config FILE]... [--section.field VALUE]..., or the same under a launcher.
 
 `main` checks the settings and joins the other processes, `build_state` lets Accelerate prepare the model and the
-optimizer, `train` is the loop, and `train_step` is one update of the weights.
+optimizer, `train` is the loop, and `train_step` is one update of the weights. The model is in model/gpt.py, and the
+data are in data/corpus.py.
 
 A run is a function of
 
