@@ -87,7 +87,7 @@ def test_exact_digest_ignores_number_of_gpus(folder):
     "packing, kernel", [("concat", "efficient"), ("padded", "efficient"), ("isolated", "efficient, dense mask")]
 )
 def test_text_with_workers_trains_as_on_cpu(packing, kernel, corpus, folder):
-    settings = ["--data.source", "text", "--data.path", corpus, "--data.packing", packing, "--data.num_samples", 20]
+    settings = ["--data.source", "text", "--data.path", corpus, "--data.packing", packing]
     run = train_on_gpus("one_gpu", 1, *settings, "--data.num_workers", 1, "--tf32", "true", out_dir=folder / packing)
     assert "precision: fp32, TF32\n" in run.stdout
     assert_same_training(run, train_on_cpu(*settings, out_dir=folder / f"{packing}_cpu"))

@@ -91,6 +91,7 @@ class Saver(AbstractContextManager):
             self.group = group
         self.executor = futures.ThreadPoolExecutor(1, "checkpoint", initializer=lower_thread_priority)
         self.pending: futures.Future[None] | None = None
+        self.error: SaveError | None = None  # of the newest checkpoint, if it could not be written
 
     def __exit__(self, exception_type, exception, traceback) -> None:
         # After any other exception a process may be gone, and waiting would end in a timeout.
@@ -115,6 +116,7 @@ class Saver(AbstractContextManager):
         if self.saved_step == completed_steps:
             return
         self.wait()
+        self.error = None
         from trainer.checkpoint import tensor_files  # slow to import, and not needed before
 
         tensors = tensor_files.state_tensors(state.model, state.optimizer, with_moments=bool(state.optimizer.state))
@@ -126,7 +128,7 @@ class Saver(AbstractContextManager):
 
     def add_evaluation(self, completed_steps: int, metrics: Mapping[str, float | str]) -> None:
         """Begin to add the evaluation of a step to its checkpoint, if it was saved; `metrics` are all of the step."""
-        if self.saved_step == completed_steps:
+        if self.saved_step == completed_steps and self.error is None:
             self._submit(self._add_evaluation, completed_steps, finite_or_null(metrics), self.pending)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -157,10 +159,13 @@ class Saver(AbstractContextManager):
             if pending is not None:
                 pending.result()
         except SaveError as error:
-            if must_succeed or self.config.on_failure == "stop":
+            self.error = error
+            if self.config.on_failure == "stop":
                 raise
-            if self.rank == 0:
+            if self.rank == 0 and not must_succeed:
                 print(f"Training continues without a checkpoint: {error}", file=sys.stderr)
+        if must_succeed and self.error:
+            raise self.error
 
     def _wait_for_thread(self) -> None:
         """Return once the thread has written the checkpoint or failed; raise RunError after `timeout_seconds`.

@@ -358,6 +358,25 @@ def test_failed_save_stops_run_unless_told_to_continue(on_failure, tmp_path, cap
     assert not saver.failed, "it is reported once"
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_last_checkpoint_must_be_written_even_to_continue(asynchronous, tmp_path, capsys, monkeypatch):
+    """It is the result of the run, and neither a wait nor its evaluation hides that it is missing."""
+    config = TrainConfig(checkpoint=CheckpointConfig(on_failure="continue", asynchronous=asynchronous))
+    saver = Saver(tmp_path, config, Accelerator(cpu=True), lambda step: 0, lambda: None, lambda step: None)
+    state = train_state(*build_trained(0, steps=1))
+    full = OSError(errno.ENOSPC, "the disk is full")
+    monkeypatch.setattr(tensor_files, "write", lambda *_: (_ for _ in ()).throw(full))
+    saver.save(1, state, {}, evaluated=False)
+    saver.add_evaluation(1, {"val/loss": 1.0})
+    with pytest.raises(SaveError, match="cannot write the checkpoint"):
+        saver.wait(must_succeed=True)
+    assert "no valid manifest" not in capsys.readouterr().err
+    monkeypatch.undo()
+    saver.save(2, state, {})
+    saver.wait(must_succeed=True)
+    assert newest_valid(tmp_path)[1].step == 2
+
+
 def test_shared_blocks_are_saved_and_restored(tmp_path):
     """A fork may use one block several times: each name has its tensor in the file, and the moments are stored once."""
     network, optimizer = build_trained(0, steps=2, share_blocks=True)
