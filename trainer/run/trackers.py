@@ -144,6 +144,19 @@ class Tracker(GeneralTracker):
         settings = {**session.pop("config"), **session}  # with the launch, the versions and the commit
         self.run = TRACKERS[self.name](self.config, self.directory, settings, self.first_step)
 
+    def _start_again(self) -> None:
+        """Start W&B again, and log all rows of this session: its process has ended, and had not written the last ones.
+
+        A scheduler may signal all processes of a job, and that of W&B, unlike a run, ends at once. A point that it had
+        written is there twice, with the same values.
+        """
+        with suppress(Exception):
+            import_module("wandb").teardown(exit_code=1)  # also unregisters its exit handler, which would fail
+        self._start()
+        for row in Run(self.directory).metrics():
+            if row["step"] >= self.first_step:
+                self.run.log(row.pop("step"), row)
+
     def _submit(self, action: Callable[[], object]) -> Future[None]:
         """Queue `action` for the thread; its first error is printed and ends the tracking."""
 
@@ -151,7 +164,13 @@ class Tracker(GeneralTracker):
             if self.has_failed:
                 return
             try:
-                action()
+                try:
+                    action()
+                except Exception as error:
+                    if not is_lost_process(error):
+                        raise
+                    self._start_again()
+                    action()
             except Exception as error:  # no error of a tracker may stop the training
                 self.has_failed = True
                 missing = isinstance(error, ImportError)
@@ -239,6 +258,11 @@ class WandbRun:
     def finish(self, failed: bool) -> None:
         """Return when everything is written or uploaded."""
         self.run.finish(exit_code=int(failed))
+
+
+def is_lost_process(error: Exception) -> bool:
+    """Return whether an error of W&B means that its process has ended."""
+    return isinstance(error, ConnectionError) or type(error).__name__ in ("HandleAbandonedError", "MailboxClosedError")
 
 
 def start_online(start: Callable[..., Any], directory: Path) -> Any:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -239,6 +240,62 @@ def test_failing_tracker_does_not_stop_run(tracked, tmp_path, monkeypatch, capsy
     )
     assert shown.count("wandb has failed") == shown.count(message) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+class DyingWandbRun:
+    """A W&B run whose process ends, with what it had not written, before the log of step 4."""
+
+    sessions = ()
+
+    def __init__(self, *arguments):
+        self.steps = []
+        DyingWandbRun.sessions += (self,)
+
+    def log(self, step, row):
+        if step == 4 and len(self.sessions) == 1:
+            self.finish = self.log = None
+            raise self.error
+        self.steps.append((step, row["train/loss"]))
+
+    def finish(self, failed):
+        self.steps.append("finished")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, "HandleAbandonedError", "MailboxClosedError"])
+def test_wandb_process_that_ends_is_started_again_with_all_rows(error, tracked, tmp_path, monkeypatch, capsys):
+    """A scheduler's SIGTERM reaches it, too. Steps 1 and 2 are of an earlier session."""
+    monkeypatch.setattr(DyingWandbRun, "sessions", ())
+    monkeypatch.setattr(
+        DyingWandbRun, "error", type(error, (Exception,), {}) if isinstance(error, str) else error, False
+    )
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", DyingWandbRun)
+    monkeypatch.setitem(sys.modules, "wandb", teardown := MagicMock())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 2, "train/loss": 9.0}\n')
+    with tracked("--tracking.wandb", "offline") as reporter:
+        for step in (3, 4, 5):
+            reporter.log(step, row := {"train/loss": 1.0 / step})
+            reporter.trackers[0].log(row, step=step)
+    second = DyingWandbRun.sessions[-1]
+    assert len(DyingWandbRun.sessions) == 2 and teardown.teardown.called
+    assert set(second.steps[:-1]) == {(step, 1.0 / step) for step in (3, 4, 5)} and second.steps[-1] == "finished"
+    assert "has failed" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_wandb_has_all_rows_after_its_process_was_killed(tracked, tmp_path):
+    with tracked("--tracking.wandb", "offline") as reporter:
+        reporter.trackers[0].started.result()
+        (core,) = (each for each in psutil.Process().children() if "wandb-core" in each.name())
+        core.terminate()
+        core.wait()
+        for step in range(3, 6):
+            reporter.log(step, row := {"train/loss": 1.0 / step})
+            reporter.trackers[0].log(row, step=step)
+    first, second = wandb_files(tmp_path / "run")
+    assert not select_records([first], "exit") and select_records([second], "exit")
+    rows = [flat(history.item) for history in select_records([second], "history")]
+    assert {row["step"]: row["train/loss"] for row in rows} == {step: 1.0 / step for step in range(3, 6)}
 
 
 @pytest.mark.parametrize("failure", [None, Preempted("stopped by a signal")])
