@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from data.prepare.prepare import PrepareConfig, prepare
 from tests.conftest import ROOT, commands, environment
 from tests.data.prepare.test_prepare import make_documents, write_jsonl
-from tools.experiment import confirm, report
+from tools.experiment import confirm, report, verdicts
 from tools.experiment.record import Record
 from tools.experiment.report import interval, percent
 from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, group_of, read_results, runs_of
@@ -174,20 +174,41 @@ def test_figures_of_agreement():
         assert len(found) == 12
         return f"{sum((change < 0) == (known[idea] == 'better') for idea, change in found.items())} of 12"
 
-    on_report = changes("1600-report-5e-3", [5e-3], 5000)
+    losses = {}
+    for row in rows:
+        if row["experiment"] == "1600-report-5e-3" or (row["experiment"], row["idea"]) == (
+            "1600-choose-5e-3",
+            "baseline",
+        ):
+            losses.setdefault(row["idea"], []).append(math.log(row["loss"]))
+    baseline = losses.pop("baseline")
+    assert len(baseline) == 8 and {len(values) for values in losses.values()} == {4}
+    groups = [verdicts.Group(values=values) for values in (baseline, *losses.values())]
+    pairs = [(0, number) for number in range(1, len(groups))]
+    found = dict(zip(losses, verdicts.find(groups, pairs, 0.015, len(pairs)), strict=True))
+    names = {"bigram_embeddings": "bigram embeddings", "relu_squared": "ReLU²", "geglu": "GEGLU", "swiglu": "SwiGLU"}
+    names |= {"muon": "Muon", "logit_softcap": "soft-capping", "shallower_wider": "shallower and wider"}
+    names |= {"dropout": "dropout in one epoch"}
+    table = []
+    for idea, finding in found.items():
+        low, high = finding.effect - finding.half_width, finding.effect + finding.half_width
+        interval = f"{percent(math.expm1(low))} to {percent(math.expm1(high))}"
+        cells = [
+            names.get(idea, idea.replace("_", " ")),
+            known[idea],
+            f"{percent(math.expm1(finding.effect))} ({interval})",
+        ]
+        table.append(f"| {' | '.join(cells)} | {finding.verdict} |")
+        assert finding.verdict in (known[idea], "unknown"), "the page says that no verdict is wrong"
+
     figures = [
-        f"| choose | {right(changes('400', [5e-3, 1e-2, 2e-2], 0))} |",
-        f"| choose | {right(changes('1600-choose', [1e-2], 5000))} |",
-        f"is `configs/text_lab.yaml` | choose | {right(changes('1600-choose-5e-3', [5e-3], 5000))} |",
-        f"1,600 steps at 5e-3 | report | {right(on_report)} |",
+        f"| choose | 1 | {right(changes('400', [5e-3, 1e-2, 2e-2], 0))} |",
+        f"| choose | 1 | {right(changes('1600-choose', [1e-2], 5000))} |",
+        f"is `configs/text_lab.yaml` | choose | 1 | {right(changes('1600-choose-5e-3', [5e-3], 5000))} |",
+        f"1,600 steps at 5e-3 | report | 4 | {right({idea: finding.effect for idea, finding in found.items()})} |",
+        *table,
     ]
-    names = {"muon": "Muon has", "bigram_embeddings": "bigram embeddings", "relu_squared": "ReLU²"}
-    names |= {"value_residual": "a value residual", "shallower_wider": "a shallower and wider model"}
-    names |= {"constant_learning_rate": "a constant learning rate", "dropout": "dropout", "swiglu": "found better, has"}
-    names |= {"parallel_blocks": "parallel blocks", "no_positions": "no positions", "geglu": "soft-capping and GEGLU"}
-    figures += [f"{name} {percent(on_report[idea])}" for idea, name in names.items()]
-    assert percent(on_report["logit_softcap"]) == percent(on_report["geglu"])
-    figures.append(f"heads have {percent(changes('1600-choose-5e-3', [5e-3], 5000)['fewer_wider_heads'])}")
+    assert changes("1600-choose-5e-3", [5e-3], 5000)["fewer_wider_heads"] > 0, "the wrong sign"
     check_figures(joined(RESULTS.partition("### Agreement")[2]), figures)
 
 
