@@ -110,7 +110,7 @@ class ComparedRun:
 
     Attributes:
         label: the name of its directory.
-        settings: flat, as `section.name`, with the facts `mixed_precision` and `code` of its sessions.
+        settings: flat, as `section.name`, with the facts `mixed_precision`, `torch` and `code` of its sessions.
         rows: rows of metrics.jsonl by step; for a branch, only those after `branch.step`.
         branch: the checkpoint that a branch was started from.
     """
@@ -130,6 +130,7 @@ class ComparedRun:
         ]
         self.settings: dict[str, Any] = run.settings | {
             "mixed_precision": sessions[-1].mixed_precision if sessions else None,
+            "torch": sessions[-1].torch if sessions else None,
             "code": ", ".join(map(str, codes)),
         }
 

@@ -41,9 +41,9 @@ def fake_run(path, rows, branched_from=None, state="finished", seed=0, lr=0.001,
     return path
 
 
-def start(step=0, code="aaaaaaaaaaaa", precision="no", **facts):
+def start(step=0, code="aaaaaaaaaaaa", precision="no", torch="2.13.0", **facts):
     """A row of sessions.jsonl."""
-    return {"step": step, "code": code, "mixed_precision": precision, **facts}
+    return {"step": step, "code": code, "mixed_precision": precision, "torch": torch, **facts}
 
 
 def rows_of(**curves):
@@ -128,11 +128,11 @@ def test_repeated_seed_counts_once_by_mean_loss(tmp_path, capsys):
     assert (row["seeds"], row["val/loss"]) == ("2", "1.6000")
 
 
-@pytest.mark.parametrize("fact", [{"code": "bbbbbbbbbbbb"}, {"precision": "bf16"}], ids=str)
-def test_other_code_or_precision_is_another_configuration(fact, tmp_path, capsys):
+@pytest.mark.parametrize("fact", [{"code": "bbbbbbbbbbbb"}, {"precision": "bf16"}, {"torch": "2.11.0"}], ids=str)
+def test_other_code_precision_or_torch_is_another_configuration(fact, tmp_path, capsys):
     runs = of_losses(tmp_path, "main", [1.0, 1.1], starts=[start()])
     runs += of_losses(tmp_path, "branch", [2.0, 2.1], starts=[start(**fact)])
-    name, value = {"code": "code", "precision": "mixed_precision"}[[*fact][0]], [*fact.values()][0]
+    name, value = {"precision": "mixed_precision"}.get([*fact][0], [*fact][0]), [*fact.values()][0]
     for order in (runs, runs[::-1]):
         first, second = table(printed(capsys, *order))
         assert (first["seeds"], second["seeds"], second["configuration"]) == ("2", "2", f"{name} {value}")
