@@ -138,19 +138,18 @@ class Race:
         self.record.metric = config.metric
         self.pool = ThreadPoolExecutor(CHECKED_AT_ONCE)
         self.checks: dict[Future[list[Variant | ConfigError | RunError]], list[str]] = {}
-        """Ideas that are being checked, each as soon as it is there, by the keys of ideas with the same code."""
+        """Keys of the ideas that are being checked while runs train; those with the same code share a check."""
         self.measured: tuple[list[str], list[reach.Change]] = [], []
         """The stack whose reach is measured, and under which changes."""
-        # Those that are arguments may refuse the command. The others are checked while the first runs train.
-        new = [key for key in self.new_ideas() if self.record.ideas[key].text in named]
+        # Those that are arguments may refuse the command. The others are checked while runs train.
+        new = [key for key in self.unchecked_ideas() if self.may_refuse(key)]
         if not any(self.texts.values()):
             raise ConfigError(f"idea: none in {', '.join(config.ideas)}; write the first one, then start the race")
         if self.is_tuning:
             self.resolve(new)  # may refuse ideas; they race in the next round
             new = self.arms_of_baseline()
-        keys = [*self.round.ideas, *self.round.out]
-        self.round.out, self.round.crashed = {}, []  # the limits may have changed
-        resolved = self.resolve(keys if self.round.winner else [*keys, *new])  # may refuse ideas, so before all writing
+        keys = [self.round.winner] if self.round.winner else [*self.check_again(), *new]
+        resolved = self.resolve(keys)  # may refuse ideas, so before all writing
         test_seed = open_experiment(folder, recipe, baseline, self.file.stem)
         self.runs = Runs(folder, baseline, jobs, test_seed, config.metric)
         self.enter(resolved)
@@ -172,8 +171,23 @@ class Race:
         arms = change.arms(Idea(""), self.grid)[1:]
         return [self.record.ideas.setdefault(arm.key, arm).key for arm in arms if arm.key not in self.round.ideas]
 
-    def new_ideas(self) -> list[str]:
-        """Return the keys of ideas that are in no round yet; folders may have new ones at any time.
+    def check_again(self) -> list[str]:
+        """Let the ideas of the open round of an earlier command be checked again, because the limits may have changed.
+
+        Return the keys of those that may refuse the command.
+        """
+        keys = [*self.round.ideas, *self.round.out]
+        self.round.out, self.round.crashed = {}, []
+        self.round.unchecked += keys
+        return [key for key in keys if self.may_refuse(key)]
+
+    def may_refuse(self, key: str) -> bool:
+        """Return whether an idea is checked before anything is trained: an argument of the command, or its --tune."""
+        text = self.record.ideas[key].text
+        return not self.round.stack and (text in self.named or not text)
+
+    def unchecked_ideas(self) -> list[str]:
+        """Return the keys of ideas that are to be checked in the open round; folders may have new ones at any time.
 
         A patch or line that is removed withdraws its idea, and a changed file replaces it, also for a command that
         resumes. A wrong idea is named and does not race.
@@ -200,8 +214,9 @@ class Race:
         self.withdraw()
         rounds = self.record.rounds
         seen = {key for entry in rounds for key in (*entry.stack, *entry.ideas, *entry.out, entry.winner)}
-        seen = (seen | {*self.record.same}) - {*self.round.withdrawn}
-        return list(dict.fromkeys(arm.key for arm in arms if arm.key not in seen))
+        seen = (seen - {*self.round.withdrawn}) | {*self.record.same, *self.round.out}
+        new = [arm.key for arm in arms if arm.key not in seen]
+        return list(dict.fromkeys([*(key for key in self.round.unchecked if key in self.present), *new]))
 
     def withdraw(self) -> None:
         """Withdraw the ideas of the open round that are not present; an idea that has joined stays in the baseline."""
@@ -233,17 +248,19 @@ class Race:
         """Return the variants that may race in the open round; the others are noted, or raise what `resolve` raises."""
         ideas, taken = self.record.ideas, {name: one for one in self.stack_with("") for name in one.setting_names}
         variants: dict[str, Variant] = {}
+        self.round.unchecked = [key for key in self.round.unchecked if key not in keys]
         for key, variant in zip(keys, resolved, strict=True):
             reason = ""
-            if both := taken.keys() & ideas[key].setting_names if key else set():
+            if key in ("", self.round.winner):  # the baseline of this round or of the next one
+                if isinstance(variant, Exception):
+                    raise variant
+            elif both := taken.keys() & ideas[key].setting_names:
                 reason = f"sets {min(both)}, as {taken[min(both)].name!r} in the baseline does"
             elif isinstance(variant, Exception):
                 reason = str(variant)
-                if not key:
-                    raise variant
                 if isinstance(variant, ConfigError) and not self.round.stack and ideas[key].text in self.config.ideas:
                     raise ConfigError(f"idea: {ideas[key].text!r}: {variant}")
-            elif key:
+            else:
                 reason = self.reason_against(key, variant)
             if reason:
                 self.leave_out(key, reason, has_crashed=isinstance(variant, RunError))
@@ -252,12 +269,12 @@ class Race:
                 variants[key] = variant
         return variants
 
-    def check_new_ideas(self) -> None:
-        """Begin to check new ideas, and let those race whose check has ended; ideas with equal code share a check."""
-        checked = {key for keys in self.checks.values() for key in keys}
+    def check_ideas(self) -> None:
+        """Begin to check ideas, and let those race whose check has ended; ideas with equal code share a check."""
+        begun = {key for keys in self.checks.values() for key in keys}
         by_code: dict[str, list[str]] = {}
-        for key in self.new_ideas():
-            if key not in checked:
+        for key in self.unchecked_ideas():
+            if key not in begun:
                 by_code.setdefault(self.record.ideas[key].diff, []).append(key)
         for keys in by_code.values():
             self.checks[self.pool.submit(self.recipe.variants, [self.stack_with(key) for key in keys])] = keys
@@ -274,6 +291,8 @@ class Race:
 
     def leave_out(self, key: str, reason: str, has_crashed: bool) -> None:
         """Note that an idea does not race in the open round."""
+        self.variants.pop(key, None)
+        self.round.ideas.pop(key, None)
         self.round.out[key] = reason
         self.round.crashed += [key] * has_crashed
         print(f"idea: {self.record.ideas[key].name}: {reason}", file=sys.stderr)
@@ -289,15 +308,16 @@ class Race:
                     raise
                 self.leave_out(key, str(error), has_crashed=True)
                 continue
+            self.round.withdrawn.pop(key, None)  # its patch is there again
             first = next((other for other, one in self.variants.items() if one.digest == variant.digest), "")
             if first:
                 print(f"idea: {ideas[key].name}: trains the same as {ideas[first].name}", file=sys.stderr)
                 self.record.same.append(key)
+                self.round.ideas.pop(key, None)
+            elif key:
+                self.variants[key], self.round.ideas[key] = variant, describe(variant)
             else:
-                self.variants[key] = variant
-                self.round.withdrawn.pop(key, None)  # its patch is there again
-        self.round.baseline = describe(self.variants[""])
-        self.round.ideas = {key: describe(variant) for key, variant in self.variants.items() if key}
+                self.variants[""], self.round.baseline = variant, describe(variant)
         self.record.write(self.file)
 
     def reason_against(self, key: str, variant: Variant) -> str:
@@ -336,7 +356,6 @@ class Race:
                 continue
             costs = report.cost_ratios(runs, baseline, described, self.record.rounds[0].baseline)
             if reason := self.reason_of_costs(costs):
-                del self.variants[key], self.round.ideas[key]
                 self.leave_out(key, reason, has_crashed=False)
                 self.has_changed = True
 
@@ -365,7 +384,8 @@ class Race:
 
     def reason_to_end(self) -> str:
         """Return why the race has ended."""
-        if not self.may_grow and not (self.next_ideas() if self.round.winner else self.next_variant()):
+        has_more = self.next_ideas() if self.round.winner else self.checks or self.next_variant()
+        if not self.may_grow and not has_more:
             return "nothing is left to train; the same command races new ideas"
         if self.config.runs and self.num_runs() >= self.config.runs:
             return f"--runs {self.config.runs} are trained"
@@ -402,7 +422,7 @@ class Race:
         print("nothing is left to train; waiting for new ideas until the minutes are over", file=sys.stderr)
 
         def next_run() -> Next:
-            has_new_ideas = bool(self.new_ideas())
+            has_new_ideas = bool(self.unchecked_ideas())
             self.write_changes()
             return None if has_new_ideas or self.is_budget_spent() else "wait"
 
@@ -449,17 +469,18 @@ class Race:
 
     def open_next_round(self) -> bool:
         """Open a round on top of what was found; return False if no idea or no run is left for it."""
-        others = self.next_ideas()
+        others, winner = self.next_ideas(), self.round.winner
         if not others or len(self.record.rounds) >= (self.config.rounds or math.inf) or self.is_budget_spent():
             return False
-        self.record.rounds.append(Round(self.record.stack))
-        self.variants = {}
-        self.enter(self.resolve(others))
+        baseline = self.variants[winner or ""]
+        self.record.rounds.append(Round(self.record.stack, unchecked=others))
+        self.variants, self.checks = {}, {}
+        self.enter({"": baseline})
         return True
 
     def next_ideas(self) -> list[str]:
-        """Return the keys of the ideas that race in the next round."""
-        new = self.new_ideas()
+        """Return the keys of the ideas that race in the next round, on top of what was found."""
+        new = self.unchecked_ideas()
         keys, findings = self.findings()
         joined = {self.record.ideas[key].text for key in self.record.stack}  # with all their arms
         others = [
@@ -487,14 +508,15 @@ class Race:
     def next_run(self) -> Next:
         """Return the run that helps most to find the best idea, as far as the results are known."""
         if not self.is_tuning:
-            self.check_new_ideas()
+            self.check_ideas()
             if self.checks and self.config.equal == "seconds":
                 return "wait"  # runs that are timed must have the machine for themselves
         self.check_costs()
         self.write_changes()
         self.check_baseline()
         if self.is_budget_spent():
-            return None
+            is_checked = self.round.ideas.keys() <= self.variants.keys()  # those of an earlier command, too
+            return None if is_checked else "wait"
         variant = self.next_variant()
         if variant is None:
             return "wait" if self.checks else None
@@ -510,8 +532,9 @@ class Race:
         """Return the variant whose next run helps most; None if the round has nothing left to train."""
         if len(self.variants) == 1 and not self.checks:
             return None
-        keys, findings = self.findings()
-        groups = [self.runs.group(self.variants[key]) for key in keys]
+        known = dict(zip(*self.findings(), strict=True))
+        keys = [key for key in known if key in self.variants]  # the others are not checked yet
+        groups, findings = [self.runs.group(self.variants[key]) for key in keys], [known[key] for key in keys]
         index = verdicts.choose_next(self.runs.group(self.variants[""]), groups, findings, self.record.margin)
         return None if index is None else self.variants["" if index == BASELINE else keys[index]]
 
@@ -543,7 +566,7 @@ class Race:
 
         def may_start(variant: Variant) -> bool:
             is_late = self.runs.is_time_spent(self.start_time, self.config.minutes, variant)
-            return not is_late and not (self.may_grow and self.new_ideas())
+            return not is_late and not (self.may_grow and self.unchecked_ideas())
 
         stack, changes = self.measured
         if stack != self.record.stack:

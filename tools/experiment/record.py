@@ -24,6 +24,8 @@ class Round:
     """`describe` of the baseline with the stack."""
     ideas: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`describe` of the variant of each idea that races, by its key."""
+    unchecked: list[str] = field(default_factory=list)
+    """Keys of ideas that race as soon as their code and settings are checked on top of the stack."""
     out: dict[str, str] = field(default_factory=dict)
     """Why an idea does not race, by its key."""
     crashed: list[str] = field(default_factory=list)

@@ -412,6 +412,75 @@ def test_runs_start_while_other_ideas_are_checked(experiments, patches):
     assert by_idea(result) == {slow: "better"}, by_idea(result, "message")
 
 
+def three_patches(patches, check):
+    """Write three patches with gains; the check of the third one on top of the first one executes some code."""
+    one, two = patches.effect("one", 1, 0.7), patches.effect("two", 2, 0.8)
+    code = "# 3\nimport os, signal, sys, time\nsettings['model.effect_three'] = 1.0\n"
+    code += f"if sys.argv[2] == 'resolve' and 'model.effect_one' in settings:\n{check}"
+    return one, two, patches.write("z.patch", "# 3\n", code, "Settings: --model.effect_three 0.9\n\n")
+
+
+def test_runs_of_a_later_round_start_while_other_ideas_are_checked(experiments, patches):
+    """The check of the third patch ends when the second one trains on top of the first one, or fails after a while."""
+    ideas = three_patches(
+        patches,
+        f"    for attempt in range(600):\n        if os.path.exists({str(experiments.lab / 'second')!r}):\n"
+        "            break\n        time.sleep(0.05)\n    else:\n        raise TimeoutError('no run')\n",
+    )
+    both = "settings.get('model.effect_one') == 0.7 and settings.get('model.effect_two') == 0.8"
+    experiments.hook(f"if {both}:\n    open(lab + '/second', 'w').close()")
+    result = experiments.race(str(patches.folder))
+    assert result["stack"] == [*ideas], result["rounds"][1]
+
+
+def test_idea_that_was_not_checked_in_a_later_round_races_there_after_a_resume(experiments, patches):
+    """A signal ends the race while the third patch is checked, and the first command to resume, too."""
+    ideas = three_patches(
+        patches,
+        f"    names = [{str(experiments.lab)!r} + '/' + name for name in ('first', 'second')]\n"
+        "    for name in [name for name in names if not os.path.exists(name)][:1]:\n"
+        "        open(name, 'w').close()\n"
+        "        os.kill(os.getppid(), signal.SIGTERM)\n        time.sleep(60)\n",
+    )
+    for _ in range(2):
+        experiments.race(str(patches.folder), error=SystemExit)
+    result = experiments.race(str(patches.folder))
+    assert result["stack"] == [*ideas] and result["failed"] == 0
+
+
+def test_best_idea_joins_after_a_resume_without_budget(experiments, monkeypatch):
+    """The command was killed between the last run and the end of the round; the idea is in a file."""
+    file, accept = experiments.lab / "ideas.txt", race.Race.accept
+    file.write_text(f"{A}\n")
+
+    def fail(self, winner):
+        raise RunError("killed")
+
+    monkeypatch.setattr(race.Race, "accept", fail)
+    experiments.race(str(file), jobs=1, runs=6, error=RunError)
+    monkeypatch.setattr(race.Race, "accept", accept)
+    assert experiments.race(str(file), jobs=1, runs=6)["stack"] == [A] and not experiments.started()
+
+
+def test_idea_returns_that_trains_the_same_as_its_replacement(experiments):
+    """It is checked once."""
+    file, same = experiments.lab / "ideas.txt", f"{NOTHING}0"
+    for text in (f"{NOTHING}\n", f"{same}\n", f"{same}\n{NOTHING}\n"):
+        file.write_text(text)
+        result = experiments.race(str(file))
+    assert by_idea(result) == {same: "no gain"} and not experiments.started()
+    assert experiments.errors.count(f"idea: {NOTHING}: trains the same as {same}\n") == 1
+
+
+def test_idea_that_returns_above_a_limit_is_out(experiments):
+    """It raced in the same round before the limit, and is checked once, though others need more runs."""
+    file, big = experiments.lab / "ideas.txt", f"{NOTHING} --model.big true"
+    for lines, limit in ((f"{big}\n{SHAM}\n", None), (f"{SHAM}\n", None), (f"{big}\n{SHAM}\n{C}\n", 1.2)):
+        file.write_text(lines)
+        result = experiments.race(str(file), max_parameters=limit, jobs=1)
+    assert by_idea(result)[big] == "refused" and experiments.errors.count("--max_parameters is 1.2\n") == 1
+
+
 def test_progress_names_the_steps_of_each_run(experiments, monkeypatch):
     monkeypatch.setattr(runs, "PROGRESS_SECONDS", 0)
     experiments.hook("import time\ntime.sleep(0.2)")
