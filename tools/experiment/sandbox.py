@@ -144,8 +144,7 @@ def main(text: str, *program: str) -> int:
     if (code := fork_and_wait(signals)) is not None:
         os._exit(code)  # the first process of a PID namespace: all others end with it
     enter_namespaces(NEW_MOUNTS)  # without the right to change the mounts of the first one
-    os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.chdir(folder)  # by its path: this process is still in the folder below the mounts, perhaps in a hidden one
     os.execvp(program[0], program)
 
 

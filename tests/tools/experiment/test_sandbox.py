@@ -60,6 +60,13 @@ def test_program_cannot_leave_the_sandbox(folders):
     assert "secret" not in done.stdout and not (folders / "code" / "new.py").exists()
 
 
+def test_program_that_starts_in_a_hidden_folder_does_not_see_it(folders):
+    experiment = folders / "experiment"
+    command = sandbox.command(["sh", "-c", "pwd; ls; cat experiment.json"], [experiment], [], [])
+    done = subprocess.run(command, cwd=experiment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(experiment), "tmp"], done
+
+
 def test_processes_end_with_the_program(folders):
     """One that trains on after its run, in a session of its own and deaf to signals."""
     done = run(folders, "echo begun; (trap '' HUP TERM; setsid sleep 987654) > /dev/null 2>&1 &")
@@ -79,7 +86,7 @@ def test_program_ends_with_its_runner(folders):
     assert process.communicate()[0] == "", "of all that have the pipe"
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15)])
+@pytest.mark.parametrize(("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15), ("kill -2 $$", -2)])
 def test_exit_code_is_that_of_the_program(script, code, folders):
     assert run(folders, script).returncode == code
 
