@@ -86,7 +86,9 @@ def test_program_ends_with_its_runner(folders):
     assert process.communicate()[0] == "", "of all that have the pipe"
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15), ("kill -2 $$", -2)])
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 75", 75), ("kill -9 $$", -9), ("kill -15 $$", -15), ("kill -2 $$", -2)]
+)
 def test_exit_code_is_that_of_the_program(script, code, folders):
     assert run(folders, script).returncode == code
 
