@@ -9,20 +9,19 @@ other seeds, which alone are compared, so that the choice of an arm by its loss 
 """
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from runtime.cli.output import aligned
-from runtime.config.errors import RunError
 from runtime.config.yaml_files import read_yaml
 from runtime.files import write_atomically
-from tools.experiment import change, report, verdicts
+from tools.experiment import change, report
 from tools.experiment.baseline import baseline_margin, experiment_folder, open_experiment, resolve_baseline
 from tools.experiment.change import ROOT, Idea, parse_idea
 from tools.experiment.race import run_with_json
-from tools.experiment.runs import EVERY_SEED, SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs, runs_of
+from tools.experiment.runs import EVERY_SEED, SEEDS_OF_CONFIRMATIONS, Runs, runs_of
 from tools.experiment.settings import AgreementConfig
 from tools.experiment.variant import Recipe, Variant, corpus_hashes
 from tools.jobs.runner import JobRunner
@@ -52,6 +51,9 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     folder = experiment_folder(config, recipe, baseline)
     grid = [(name, arm) for name, idea in ideas.items() for arm in change.arms(idea, config.grid)]
     resolved = recipe.variants([[arm] for _, arm in grid])
+    for (name, _), variant in zip(grid, resolved, strict=True):
+        if name == BASELINE and isinstance(variant, Exception):
+            raise variant
     test_seed = open_experiment(folder, recipe, baseline, "agreement")
     runs = Runs(folder, baseline, jobs, test_seed, config.metric)
     arms: dict[str, list[Variant]] = {name: [] for name in ideas}
@@ -65,32 +67,30 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
 
     # The best arm of each, by one run of each arm; then its runs with other seeds, one seed of all after another.
     start_time = time.monotonic()
+
+    def may_start(variant: Variant) -> bool:
+        for one in arms[BASELINE]:
+            runs.check_baseline(one, SEEDS_OF_CONFIRMATIONS)
+        return not runs.is_time_spent(start_time, config.minutes, variant)
+
     if config.grid:
-        train(runs, [(variant, TUNING_SEED) for some in arms.values() for variant in some], config, start_time)
+        runs.train_in_order(((variant, TUNING_SEED) for some in arms.values() for variant in some), may_start)
     best = {name: min(some, key=lambda variant: tuning_loss(runs, variant)) for name, some in arms.items() if some}
     seeds = {name: config.seeds * (BASELINE_SEEDS if name == BASELINE else 1) for name in best}
     planned = [(number, best[name], seed) for name in best for number, seed in spread(seeds[name], config.seeds)]
     planned.sort(key=lambda one: one[0])
-    train(runs, [(variant, seed) for _, variant, seed in planned], config, start_time)
+    runs.train_in_order(((variant, seed) for _, variant, seed in planned), may_start)
+    runs.check_baseline(best[BASELINE], SEEDS_OF_CONFIRMATIONS)
 
-    groups = {name: runs.group(variant, SEEDS_OF_CONFIRMATIONS) for name, variant in best.items()}
-    if groups[BASELINE].failed and not groups[BASELINE].values:
-        raise RunError("the baseline does not train, so nothing can be compared with it")
-    measured = [name for name, group in groups.items() if group.values and name != BASELINE]
-    measured = measured if groups[BASELINE].values else []  # the minutes may be over before its first run
-    pairs = [(0, number) for number in range(1, len(measured) + 1)]
-    of_pairs = [groups[BASELINE], *(groups[name] for name in measured)]
-    found = verdicts.find(of_pairs, pairs, baseline_margin(config, baseline), len(pairs)) if measured else []
+    names = [name for name in best if name != BASELINE]
+    pairs = [(best[BASELINE].digest, best[name].digest) for name in names]
+    found = report.describe_comparisons(runs.results, pairs, baseline_margin(config, baseline))
     rows = [
-        {
-            "name": name,
-            "known": effects[name]["effect"],
-            **report.describe_finding(finding),
-            "runs": groups[name].num_ended,
-            "factors": factors[best[name].digest],
-        }
-        for name, finding in zip(measured, found, strict=True)
+        {"name": name, "known": effects[name]["effect"], **row, "factors": factors[best[name].digest]}
+        for name, row in zip(names, found, strict=True)
+        if row["effect"] is not None  # the minutes may be over before, or its runs fail
     ]
+    measured = {row["name"] for row in rows}
     result = {
         "version": report.JSON_VERSION,
         "half": config.half,
@@ -114,16 +114,6 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     return [json.dumps(result)] if config.print_json else lines(result)
 
 
-def train(runs: Runs, planned: Iterable[Planned], config: AgreementConfig, start_time: float) -> None:
-    """Train the runs that have no result yet."""
-    todo = runs.missing(planned)
-
-    def next_run() -> Next:
-        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes) else None
-
-    runs.train(next_run)
-
-
 def spread(count: int, rounds: int) -> list[tuple[float, int]]:
     """Return reserved seeds, each with the round in which it is trained, evenly spread over the rounds."""
     return [(number * rounds / count, seed) for number, seed in enumerate(SEEDS_OF_CONFIRMATIONS[:count])]
@@ -131,8 +121,7 @@ def spread(count: int, rounds: int) -> list[tuple[float, int]]:
 
 def tuning_loss(runs: Runs, variant: Variant) -> float:
     """Return the log loss of the run that tunes; infinity if it failed or does not exist."""
-    result = runs.results.get(f"{variant.digest}-{TUNING_SEED}")
-    return float("inf") if result is None or result.loss is None else result.value
+    return min(runs.group(variant, range(TUNING_SEED, TUNING_SEED + 1)).values, default=math.inf)
 
 
 def has_sign(row: dict[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from tools.experiment.baseline import (
 from tools.experiment.change import Idea, idea_texts, parse_idea
 from tools.experiment.race import run_with_json
 from tools.experiment.record import Record
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Result, Runs, runs_of
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Planned, Result, Runs, runs_of
 from tools.experiment.settings import ConfirmConfig
 from tools.experiment.variant import Recipe, Variant, check_targets, corpus_hashes, scale_parameters
 from tools.jobs.runner import JobRunner
@@ -166,17 +166,16 @@ def describe_time(runs: Runs, missing: list[Planned], baseline: Variant) -> str:
 def train(config: ConfirmConfig, runs: Runs, missing: list[Planned], baseline: Variant) -> None:
     """Train the missing runs, in their order, and print their time as soon as it is known."""
     start_time = time.monotonic()
-    todo = list(missing)
     text = describe_time(runs, missing, baseline)
     print(f"confirm: {len(missing)} runs, {text or 'whose time is known after the first one'}", file=sys.stderr)
 
-    def next_run() -> Next:
+    def may_start(variant: Variant) -> bool:
         nonlocal text
         if not text and (text := describe_time(runs, missing, baseline)):
             print(f"confirm: {len(missing)} runs, {text}", file=sys.stderr)
-        return todo.pop(0) if todo and not runs.is_time_spent(start_time, config.minutes, todo[0][0]) else None
+        return not runs.is_time_spent(start_time, config.minutes, variant)
 
-    runs.train(next_run)
+    runs.train_in_order(missing, may_start)
 
 
 def compare(

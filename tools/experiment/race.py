@@ -41,7 +41,6 @@ from tools.jobs.runner import JobRunner
 
 RUNS_PER_IDEA, MORE_RUNS = 8, 40
 CHECKED_AT_ONCE = 2  # pieces of code, while runs train
-RUNS_OF_BROKEN_BASELINE = 2  # that fail before a race gives up
 STOP_SECONDS = 20.0  # after a signal: then a run that has not saved is killed
 MIN_COUNTED_RUNS = 2  # of a variant, whose mean costs are compared with a limit
 CLEAR_HARM = 4.0  # standard errors, perhaps of a single run: enough to save the runs of an idea in later rounds
@@ -439,7 +438,7 @@ class Race:
         while True:
             if self.round.winner is None:
                 self.runs.train(self.next_run)
-                self.check_baseline()
+                self.runs.check_baseline(self.variants[""])
                 self.check_costs()
                 keys, findings = self.findings()
                 # If the budget is spent, another idea may be better than the best.
@@ -513,7 +512,7 @@ class Race:
                 return "wait"  # runs that are timed must have the machine for themselves
         self.check_costs()
         self.write_changes()
-        self.check_baseline()
+        self.runs.check_baseline(self.variants[""])
         if self.is_budget_spent():
             is_checked = self.round.ideas.keys() <= self.variants.keys()  # those of an earlier command, too
             return None if is_checked else "wait"
@@ -541,12 +540,6 @@ class Race:
     def findings(self) -> tuple[list[str], list[Finding]]:
         """Return the keys of the ideas of the open round, and what is known of each."""
         return [*self.round.ideas], report.find(self.round, self.runs.results, self.record.margin)
-
-    def check_baseline(self) -> None:
-        """Raise RunError if the first runs of the baseline failed, so that nothing can be compared with it."""
-        results = runs_of(self.runs.results, self.variants[""].digest)
-        if len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results):
-            raise RunError(f"the baseline does not train: {results[0].failure}")
 
     def num_runs(self) -> int:
         """Return how many runs of the race have ended or are pending."""
@@ -584,8 +577,8 @@ class Race:
         if not self.round.stack and not self.round.winner:
             return None
         variants = {factor: scale_steps(self.baseline, factor) for factor in BUDGETS}
-        todo = self.runs.missing((variant, seed) for variant in variants.values() for seed in range(SEEDS_OF_BUDGET))
-        self.runs.train(lambda: todo.pop(0) if todo else None)
+        seeds = range(SEEDS_OF_BUDGET)
+        self.runs.train_in_order((variant, seed) for variant in variants.values() for seed in seeds)
         points = [(1.0, value) for value in self.runs.group(self.baseline).values]
         points += [(factor, value) for factor in BUDGETS for value in self.runs.group(variants[factor]).values]
         found = self.variants[self.round.winner or ""]

@@ -17,7 +17,7 @@ from tools.experiment.baseline import baseline_margin, experiment_folder, open_e
 from tools.experiment.change import Idea
 from tools.experiment.corpus import LIBRARY
 from tools.experiment.record import Record
-from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Next, Planned, Runs
+from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Planned, Runs
 from tools.experiment.settings import ExperimentConfig
 from tools.experiment.variant import Recipe, Variant, given_settings, scale_parameters, scale_steps
 
@@ -155,8 +155,4 @@ def train(changes: list[Change], may_start: Callable[[Variant], bool]) -> None:
     while found := widest():
         change, todo = found
         print(f"reach: {len(todo)} runs {change.name}", file=sys.stderr)
-
-        def next_run(todo: list[Planned] = todo) -> Next:
-            return todo.pop(0) if todo and may_start(todo[0][0]) else None
-
-        change.runs.train(next_run)
+        change.runs.train_in_order(todo, may_start)

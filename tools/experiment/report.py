@@ -230,19 +230,14 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
         ideas.append(describe_idea(record.ideas[key].name, number, finding, runs, baseline, described, entry.baseline))
         ideas[-1] |= {"joined": key == entry.winner, **describe_arm(record.ideas[key])}
     ideas = group_arms(ideas)
-    nothing = dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS, *COUNTS))
     for key, reason in entry.out.items():
         verdict = ("failed" if key in entry.crashed else "refused") if number == 1 else None
-        out = {"idea": record.ideas[key].name, "round": number, "verdict": verdict}
-        out |= {"message": reason, "runs": 0, "failed": 0, "warnings": [], "joined": False}
-        ideas.append(out | describe_arm(record.ideas[key]) | nothing)
+        ideas.append(describe_absent(record.ideas[key], number, verdict, reason, Group()))
     names = {idea["idea"] for idea in ideas}
     for key, described in entry.withdrawn.items():
         if record.ideas[key].name not in names:  # otherwise a changed file has replaced it
             runs = group_of(runs_of(results, described["digest"]))
-            out = {"idea": record.ideas[key].name, "round": number, "verdict": "withdrawn", "message": WITHDRAWN}
-            out |= {"runs": runs.num_ended, "failed": runs.failed, "warnings": [], "joined": False}
-            ideas.append(out | describe_arm(record.ideas[key]) | nothing)
+            ideas.append(describe_absent(record.ideas[key], number, "withdrawn", WITHDRAWN, runs))
     return {
         "round": number,
         "stack": [record.ideas[key].name for key in entry.stack],
@@ -251,6 +246,13 @@ def describe_round(number: int, entry: Round, record: Record, results: Mapping[s
         "baseline_runs": len(baseline),
         "ideas": ideas,
     }
+
+
+def describe_absent(idea: Idea, number: int, verdict: str | None, message: str, runs: Group) -> dict[str, Any]:
+    """Return an idea that does not race in a round, or not any more, with why."""
+    out = {"idea": idea.name, "round": number, "verdict": verdict, "message": message, "joined": False, "warnings": []}
+    out |= {"runs": runs.num_ended, "failed": runs.failed}
+    return out | describe_arm(idea) | dict.fromkeys((*EFFECT, "loss", "excess_loss", *COSTS, *COUNTS))
 
 
 def describe_reach(record: Record, folder: Path) -> list[list[dict[str, Any]]]:

@@ -37,6 +37,7 @@ SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS, EVERY_SEED = range(5000), range(5000, 2*
 EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
 TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
 NOT_EVALUATED = "it cannot be evaluated"  # begins the problem that evaluator.py reports where the code of a run ends
+RUNS_OF_BROKEN_BASELINE = 2  # that fail before a command gives up
 MAX_KILLED = 3  # times that a run is started again after something else killed it
 PROGRESS_SECONDS = 30
 # Times the seconds of the baseline, after which a run fails; short ones may take longer on a busy machine.
@@ -123,6 +124,12 @@ class Runs:
 
     # What is known
 
+    def check_baseline(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> None:
+        """Raise RunError if the first runs of a baseline failed, so that nothing can be compared with it."""
+        results = runs_of(self.results, variant.digest, seeds)
+        if len(results) >= RUNS_OF_BROKEN_BASELINE and all(result.failure for result in results):
+            raise RunError(f"the baseline does not train: {results[0].failure}")
+
     def group(self, variant: Variant, seeds: range = SEEDS_OF_RACES) -> Group:
         """Return the results of a variant with seeds in a range, and how many of its runs are pending."""
         group = group_of(runs_of(self.results, variant.digest, seeds))
@@ -191,6 +198,13 @@ class Runs:
         return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
 
     # Training
+
+    def train_in_order(
+        self, planned: Iterable[Planned], may_start: Callable[[Variant], bool] = lambda variant: True
+    ) -> None:
+        """Train the planned runs that have no result yet, until one may not start; raise the errors of `train`."""
+        todo = self.missing(planned)
+        self.train(lambda: todo.pop(0) if todo and may_start(todo[0][0]) else None)
 
     def train(self, next_run: Callable[[], Next]) -> None:
         """Train and evaluate the runs that `next_run` returns, which is called whenever there is room for one.

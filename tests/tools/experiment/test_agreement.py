@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from runtime.config.errors import RunError
+from runtime.config.errors import ConfigError, RunError
 from tests.tools.experiment.test_race import OWN_RATE, RATE
 from tools.experiment import agreement
 from tools.experiment.settings import AgreementConfig
@@ -73,3 +73,10 @@ def test_baseline_that_fails_ends_the_comparison(agree, experiments):
     experiments.hook(f"if {is_baseline}:\n    raise SystemExit('no')")
     with pytest.raises(RunError, match="the baseline does not train"):
         agree()
+    assert len(experiments.started()) < 12, "of 15 that are planned"
+
+
+def test_setting_that_cannot_be_tuned_is_refused(agree, experiments):
+    with pytest.raises(ConfigError, match="tune: model.nothing: None is no number"):
+        agree(tune="model.nothing=1,2")
+    assert not list(experiments.lab.iterdir())
