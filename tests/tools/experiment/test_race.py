@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -22,6 +24,8 @@ from tests.conftest import ROOT, environment, metrics
 from tests.tools.experiment.conftest import FAKE
 from tools.experiment import confirm, race, report, runs, verdicts
 from tools.experiment.change import head_commit, parse_idea
+from tools.experiment.record import Round
+from tools.experiment.runs import Result
 from tools.experiment.verdicts import Group
 from tools.jobs import runner
 
@@ -138,6 +142,8 @@ def test_identical_and_failed_ideas(experiments):
     assert runs.count((1, False)) <= 2 and runs.count((0, True)) <= 2
     assert by_idea(result, "message")[fails] == "the loss is nan" and by_idea(result, "failed")[fails] >= 1
     assert by_idea(result, "effect")[fails] is None and len(result["rounds"]) == 1
+    result = experiments.race(SHAM, fails, A)
+    assert result["stack"] == [A] and len(result["rounds"]) == 1, "neither races on top of A"
 
 
 def test_other_loss_of_equal_weights_is_not_identical(experiments):
@@ -234,6 +240,16 @@ def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     assert "runs: 4 are too few for an estimate; `better` needs at least 6." in experiments.errors
 
 
+def test_run_that_does_not_stop_after_a_signal_is_killed(experiments, monkeypatch):
+    monkeypatch.setattr(race, "STOP_SECONDS", 0.1)
+    experiments.hook(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n"
+    )
+    experiments.race(A, jobs=1, error=SystemExit)
+    assert "killed, because it did not stop" in experiments.errors
+
+
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_stopped_race_resumes(number, experiments):
     experiments.hook(stop_at(3, number))
@@ -310,6 +326,7 @@ def test_idea_is_withdrawn_by_removing_its_line(experiments):
     experiments.hook(remove)
     result = experiments.race(str(file), jobs=1)
     assert result["stack"] == [B] and by_idea(result)[A] == "withdrawn" and by_idea(result, "runs")[A] >= 1
+    assert result["runs"] == len(experiments.started()), "also those of the idea that is withdrawn"
     assert not [run for run in experiments.trained() if run["model.effect_a"] == 0.7 and run["model.effect_b"] == 0.8]
     assert f"idea: {A}: {report.WITHDRAWN} or changed" in experiments.errors
     assert f"out: {A}: {report.WITHDRAWN}" in experiments.race(str(file), jobs=1, json=False)
@@ -324,6 +341,10 @@ def test_withdrawn_ideas_count_among_the_comparisons():
     groups = [Group([0.0, 0.01, -0.01, 0.02]), Group([-0.02, -0.03, -0.01, -0.02])]
     alone, with_others = (verdicts.assess(groups[0], groups[1:], 0.01, count)[0] for count in (0, 3))
     assert with_others.q == pytest.approx(min(1.0, 4 * alone.q)) and with_others.p == alone.p < 1
+    values = {"a": groups[0].values, "b": groups[1].values}
+    results = {f"{one}-{n}": Result(f"{one}-{n}", math.exp(x)) for one in values for n, x in enumerate(values[one])}
+    entry = Round([], {"digest": "a"}, {"idea": {"digest": "b"}}, withdrawn=dict.fromkeys("xyz", {"digest": "c"}))
+    assert report.find(entry, results, 0.01)[0].q == pytest.approx(with_others.q)
 
 
 def test_changed_file_replaces_its_idea(experiments, patches):
@@ -351,13 +372,17 @@ def test_result_says_whether_the_race_runs_and_what_was_refused(experiments):
     assert ended["state"] == "ended" and ended["reason"].startswith("nothing is left to train")
     assert [one["idea"] for one in ended["refused"]] == ["'", "--model.nope 1"] and ended["kind"] == "race"
     assert experiments.race(A, "--steps", "90", runs=2)["reason"] == "--runs 2 are trained"
-    assert (
-        "runs: 2 are too few for a verdict; one idea needs 6, 4 of the baseline and 2 of its own" in experiments.errors
-    )
     experiments.hook(stop_at(0))
     experiments.race(B, error=SystemExit)
     reasons = [one["reason"] for one in experiments.report()["results"]]
     assert reasons[-1] == "stopped by a signal"
+
+
+@pytest.mark.parametrize(("number", "is_enough"), [(5, False), (6, True)])
+def test_too_few_runs_for_a_verdict_are_named(number, is_enough, experiments):
+    experiments.race(A, runs=number)
+    message = f"runs: {number} are too few for a verdict; one idea needs 6, 4 of the baseline and 2 of its own"
+    assert (message not in experiments.errors) == is_enough == ("too few" not in experiments.errors)
 
 
 def later(action):
@@ -371,7 +396,25 @@ def test_race_waits_for_new_ideas_until_the_minutes_are_over(experiments, monkey
     file.write_text(f"{NOTHING}\n")
     for module in ("race", "runs"):
         monkeypatch.setattr(f"tools.experiment.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
-    actions = [lambda: file.write_text(f"{NOTHING}\n{A}\n'\n"), lambda: now.__setitem__(0, 3601.0)]
+
+    def add(line):
+        with file.open("a") as opened:
+            opened.write(f"{line}\n")
+
+    def refused():
+        return json.loads(experiments.race_file().read_text())["refused"]
+
+    def end():
+        """Add what is refused, and end the minutes as soon as the record says so."""
+        add("'")
+        for _ in range(600):
+            if refused():
+                waits.append("the record has it")
+                break
+            time.sleep(0.05)
+        now[0] = 3601.0
+
+    actions = [lambda: add(A), end]
 
     def wait_and_count(self):
         waits.append(len(self.record.rounds))
@@ -380,9 +423,18 @@ def test_race_waits_for_new_ideas_until_the_minutes_are_over(experiments, monkey
 
     monkeypatch.setattr(race.Race, "wait_for_ideas", wait_and_count)
     result = experiments.race(str(file), minutes=60, reach=False)
-    assert result["stack"] == [A] and len(waits) == 2 and result["reason"] == "--minutes 60 are over"
+    assert (
+        result["stack"] == [A] and waits == [1, 2, "the record has it"] and result["reason"] == "--minutes 60 are over"
+    )
     assert [one["idea"] for one in result["refused"]] == ["'"]
     assert experiments.errors.count("waiting for new ideas until the minutes are over") == 2
+
+
+def test_race_whose_rounds_are_over_waits_for_nothing(experiments):
+    file = experiments.lab / "ideas.txt"
+    file.write_text(f"{A}\n{B}\n")
+    result = experiments.race(str(file), minutes=60, rounds=1, reach=False)
+    assert result["reason"] == "--rounds 1 are over" and "waiting" not in experiments.errors
 
 
 def test_signal_ends_the_wait_for_new_ideas(experiments, monkeypatch):
@@ -795,25 +847,30 @@ def test_updates_and_forwards_are_counted(experiments, patches):
     assert by_idea(experiments.race(patch, max_flops=2.0), "message")[patch].startswith("has 5.000 times the flops")
 
 
-def timed(monkeypatch, seconds):
-    """Let runs take these CPU seconds, by the value of model.sham."""
+def timed(monkeypatch, seconds, first=1.0):
+    """Let runs take these CPU seconds, by the value of model.sham; a quarter more for each of data.num_workers.
+
+    `first` is a factor for the first run of each idea with a sham.
+    """
     spent = runs.Runs._spent
 
     def fake(self, job, **others):
-        sham = self.pending[job.run.path.name][0].settings["model.sham"]
-        return dataclasses.replace(spent(self, job, **others), seconds=seconds[sham])
+        settings = self.pending[job.run.path.name][0].settings
+        taken = seconds[settings["model.sham"]] * (1 + settings["data.num_workers"] / 4)
+        taken *= first if settings["model.sham"] and job.run.path.name.endswith("-0") else 1
+        return dataclasses.replace(spent(self, job, **others), seconds=taken)
 
     monkeypatch.setattr(runs.Runs, "_spent", fake)
 
 
 def test_verdict_says_if_seconds_exceed_what_flops_say(experiments, monkeypatch):
-    timed(monkeypatch, {0: 20.0, 1: 30.0, 2: 24.0})
+    timed(monkeypatch, {0: 20.0, 1: 26.4, 2: 25.6})
     slow, fast, big = f"{A} --model.sham 1", f"{B} --model.sham 2", "--model.sham 1 --model.big true"
     result = experiments.race(slow, fast, big, rounds=1)
     ratios = by_idea(result, "seconds_per_flop")
-    assert ratios == pytest.approx({slow: 1.5, fast: 1.2, big: 1.0}), "more FLOPs may take longer"
+    assert ratios == pytest.approx({slow: 1.32, fast: 1.28, big: 0.88}), "more FLOPs may take longer"
     text = experiments.race(slow, fast, big, rounds=1, json=False)
-    assert f"Better, takes 1.5 times the seconds of its FLOPs: {slow}: loss" in text
+    assert f"Better, takes 1.3 times the seconds of its FLOPs: {slow}: loss" in text
     assert text.count("times the seconds of its FLOPs") == 2, "once more in the table"
 
 
@@ -829,6 +886,28 @@ def test_idea_above_max_seconds_leaves_the_race(experiments, monkeypatch):
     assert by_idea(result) == {slow: "refused", other: "better"} and result["stack"] == [other]
     assert by_idea(result, "message")[slow] == "has 2.500 times the seconds of the baseline; --max_seconds is 1.5"
     assert not [run for run in experiments.trained() if run["model.sham"] == 1 and run["model.effect_b"] == 0.8]
+
+
+def test_first_run_alone_may_take_more_than_max_seconds(experiments, monkeypatch):
+    """The mean of two runs is below the limit."""
+    timed(monkeypatch, {0: 2.0, 1: 1.9}, first=2.0)
+    assert experiments.race(f"{A} --model.sham 1", max_seconds=1.5)["stack"]
+
+
+def test_idea_above_max_seconds_does_not_join_with_the_last_run(experiments, monkeypatch):
+    timed(monkeypatch, {0: 2.0, 1: 5.0})
+    slow = f"{A} --model.sham 1"
+    result = experiments.race(slow, max_seconds=1.5, runs=6, jobs=1)
+    assert by_idea(result) == {slow: "refused"} and not result["stack"]
+
+
+def test_limits_are_relative_to_the_first_baseline(experiments, monkeypatch):
+    """Each idea takes less than 1.4 times its seconds, and both together 1.5 times."""
+    timed(monkeypatch, {0: 2.0, 1: 2.4})
+    first, second = f"{A} --model.sham 1", f"{B} --data.num_workers 1"
+    result = experiments.race(first, second, max_seconds=1.4, jobs=1)
+    assert result["stack"] == [first] and len(result["rounds"]) == 2
+    assert by_idea(result, "message")[second] == "has 1.500 times the seconds of the baseline; --max_seconds is 1.4"
 
 
 def test_compute_multiplier_of_what_was_found(experiments):

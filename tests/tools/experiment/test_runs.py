@@ -1,6 +1,7 @@
 """The runs of an experiment: killed, stopped, lost and damaged ones, and what their losses are."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -116,15 +117,49 @@ def test_run_that_takes_ten_times_as_long_fails(experiments, monkeypatch):
     assert experiments.race(B, A, jobs=1) == result and not experiments.started()
 
 
-@pytest.mark.parametrize(("flops", "seconds", "fails"), [(1, 99, False), (1, 101, True), (3, 299, False)])
-def test_limit_of_a_run(flops, seconds, fails, tmp_path, monkeypatch):
-    """A run with more FLOPs may take longer."""
-    monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": Result("a-0", 1.0, elapsed=10.0)})
-    baseline = SimpleNamespace(digest="a", flops=1)
-    found = runs.Runs(tmp_path, baseline, SimpleNamespace(), 0)
+def runs_after(elapsed, folder, monkeypatch):
+    """Return the runs of an experiment whose baseline took these seconds."""
+    monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": Result("a-0", 1.0, elapsed=elapsed)})
+    return runs.Runs(folder, SimpleNamespace(digest="a", flops=2, given={}), SimpleNamespace(), 0)
+
+
+@pytest.mark.parametrize(
+    ("flops", "elapsed", "seconds", "fails"),
+    [(2, 10, 99, False), (2, 10, 101, True), (6, 10, 299, False), (1, 10, 99, False), (2, 1, 59, False)],
+)
+def test_limit_of_a_run(flops, elapsed, seconds, fails, tmp_path, monkeypatch):
+    """A run with more FLOPs may take longer, and any run a minute."""
+    found = runs_after(elapsed, tmp_path, monkeypatch)
     job = Job(Run(tmp_path / "b-0"), 1, ())
     found.pending["b-0"] = SimpleNamespace(flops=flops), 0
     assert bool(found._overdue(job, seconds)) == fails
+
+
+@pytest.mark.parametrize(("elapsed", "limit"), [(10, 600), (100, 1000), (None, math.inf)])
+def test_limit_of_an_evaluation(elapsed, limit, tmp_path, monkeypatch):
+    """Ten minutes, or ten times the seconds in which the baseline is trained."""
+    found, limits = runs_after(elapsed, tmp_path, monkeypatch), []
+    monkeypatch.setattr(runs, "ask", lambda *_, max_silence, **others: limits.append(max_silence()) or [])
+    monkeypatch.setattr(runs, "check_checkout", lambda code: None)
+    found.baseline.code, found.jobs.signal, found.jobs.seconds, found.jobs.starts = tmp_path, 0, {}, {}
+    found._evaluate([(Job(Run(tmp_path / "b-0"), 1, ()), {"code": str(tmp_path)})])
+    assert limits == [limit]
+
+
+def test_progress_is_a_line_every_half_minute(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = runs_after(10, tmp_path, monkeypatch)
+    for seed, state in enumerate(("running", "finished")):
+        job = Job(Run(tmp_path / f"b-{seed}"), 9, ())
+        job.run.path.mkdir()
+        (job.run.path / "metrics.jsonl").write_text('{"step": 3}\n')
+        (job.run.path / "status.json").write_text(json.dumps({"state": state, "step": 9, "reason": ""}))
+        found._started[job] = 0.0
+        found.pending[job.run.path.name] = SimpleNamespace(given={}, changes_code=False), seed
+    for now[0] in (1.0, 29.0, 30.0, 31.0, 59.0, 60.0):
+        found._print_progress()
+    assert capsys.readouterr().err == 2 * "runs: baseline, seed 0: step 3 / 9; 1 to evaluate\n"
 
 
 def test_what_a_run_leaves_in_its_folder_is_its_failure(experiments):
