@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.conftest import ROOT
 from tools.experiment import verdicts
 from tools.experiment.baseline import MARGIN_OF_EXCESS_LOSS, MARGIN_OF_LOSS
 from tools.experiment.verdicts import BASELINE, Finding, Group, assess, best_idea, choose_next, compare, is_decided
@@ -224,6 +225,82 @@ def test_effects_of_discoveries_are_hardly_biased():
     races = simulate(10, FORTY[:20], 200)
     found = [(race.findings[0].effect, race.effects[0]) for race in races if best_idea(race.findings) == 0]
     assert len(found) == 10 and abs(mean(effect - true for effect, true in found)) < 0.02
+
+
+# The cost of tuning
+
+# Forty ideas on text, of which at most the first one gains. Each has a best learning rate, half of the baseline's, the
+# same or twice as much, and loses RATE_COST for each factor of two from it. Most lose more in runs of 400 steps.
+DEVIATION_ON_TEXT, MARGIN_ON_TEXT, RATE_COST = 0.013, math.log1p(MARGIN_OF_LOSS), 0.02
+FACTORS = (0, -1, 1)  # powers of two
+AT_ONCE = 4  # runs that are chosen before the results of the first one are known
+PAGE = (ROOT / "docs" / "experiment_statistics.md").read_text()
+
+
+def run_round(effects, limit, random, baseline):
+    """Run a round of a race on text; return the last findings, the runs, and the runs before each first discovery."""
+    ideas, used, discovered = [Group() for _ in effects], 0, {}
+    while True:
+        findings = assess(baseline, ideas, MARGIN_ON_TEXT)
+        for index, finding in enumerate(findings):
+            if finding.verdict in ("better", "worse"):
+                discovered.setdefault((index, finding.verdict), used)
+        chosen = []
+        for _ in range(min(AT_ONCE, limit - used)):
+            if (index := choose_next(baseline, ideas, findings, MARGIN_ON_TEXT)) is None:
+                break
+            chosen.append((baseline, 0.0) if index == BASELINE else (ideas[index], effects[index]))
+            chosen[-1][0].pending += 1
+        for group, effect in chosen:
+            group.values.append(effect + DEVIATION_ON_TEXT * random.normal())
+            group.pending -= 1
+        used += len(chosen)
+        if not chosen:
+            return findings, used, discovered
+
+
+def race_on_text(gain, best_rate, is_tuned, random):
+    """Race forty ideas; return all runs, those until an arm of the first is `better`, and whether another ever was."""
+    factors, baseline, used = FACTORS if is_tuned else FACTORS[:1], Group(), 0
+    limit = 8 * (40 * len(factors) + len(factors) - 1) + 40
+    if is_tuned:
+        findings, used, _ = run_round([RATE_COST] * 2, limit, random, baseline)
+        assert best_idea(findings) is None, "the baseline has its best rate"
+    best_rates = [best_rate, *random.choice(FACTORS, 39)]
+    gains = [math.log1p(-gain), *[0.0] * 39]
+    effects = [
+        gain + RATE_COST * abs(factor - best)
+        for gain, best in zip(gains, best_rates, strict=True)
+        for factor in factors
+    ]
+    _, more, discovered = run_round(effects, limit - used, random, baseline)
+    found = [
+        runs for (index, verdict), runs in discovered.items() if verdict == "better" and index < len(factors) and gain
+    ]
+    is_wrong = any(verdict == "better" and effects[index] >= 0 for index, verdict in discovered)
+    return used + more, used + min(found) if found else None, is_wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gain", "best_rate", "repetitions"),
+    [
+        ("5%, at the baseline's learning rate", 0.05, 0, 100),
+        ("5% at half of it, and 3% at the baseline's", 0.05, -1, 100),
+        ("3%, at the baseline's learning rate", 0.03, 0, 100),
+        ("3% at half of it, and 1% at the baseline's", 0.03, -1, 100),
+        ("nothing, 20 races", 0.0, 0, 20),
+    ],
+)
+def test_cost_of_tuning_is_that_of_the_page(name, gain, best_rate, repetitions):
+    cells = []
+    for is_tuned in (False, True):
+        races = [race_on_text(gain, best_rate, is_tuned, np.random.default_rng(seed)) for seed in range(repetitions)]
+        found = [runs for _, runs, _ in races if runs is not None]
+        runs = round(mean(runs for runs, *_ in races), -1)
+        cells.append(f"{np.median(found):.0f}, in {len(found)} races" if gain else f"about {runs:.0f}")
+        assert not any(is_wrong for *_, is_wrong in races)
+    assert f"| {name} | {' | '.join(cells)} |" in PAGE
 
 
 # Variances
