@@ -3,6 +3,7 @@
 import base64
 import fcntl
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -289,9 +291,11 @@ def test_wandb_has_all_rows_after_its_process_was_killed(tracked, tmp_path):
         (core,) = (each for each in psutil.Process().children() if "wandb-core" in each.name())
         core.terminate()
         core.wait()
+        time.sleep(1)  # the name of W&B's folder has the second in which it is made
         for step in range(3, 6):
             reporter.log(step, row := {"train/loss": 1.0 / step})
             reporter.trackers[0].log(row, step=step)
+    importlib.import_module("wandb").teardown()  # waits until its process has written everything
     first, second = wandb_files(tmp_path / "run")
     assert not select_records([first], "exit") and select_records([second], "exit")
     rows = [flat(history.item) for history in select_records([second], "history")]
