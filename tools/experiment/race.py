@@ -437,9 +437,7 @@ class Race:
         """
         while True:
             if self.round.winner is None:
-                self.runs.train(self.next_run)
-                self.runs.check_baseline(self.variants[""])
-                self.check_costs()
+                self.runs.train(self.next_run)  # whose last call has seen all results
                 keys, findings = self.findings()
                 # If the budget is spent, another idea may be better than the best.
                 if (best := verdicts.best_idea(findings)) is not None:
