@@ -139,7 +139,7 @@ def test_core_tests_are_collected(core):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["model", "training", "config", "checkpoint", "run", "pretrained", "repo"])
+@pytest.mark.parametrize("folder", ["model", "data", "runtime/config", "trainer", "repo"])
 def test_core_tests_pass(folder, core):
     done = run_tests(core, "--tb=short", f"tests/{folder}")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -41,13 +41,13 @@ def test_commands_of_page_run(tmp_path):
     """In a clone, with short trainings: those of the experiment end before it has a verdict."""
     copy, identity = copy_of_the_repository(tmp_path / "copy"), "-c user.name=Test -c user.email=test@example.org"
     init = f"git init --quiet && git add . && git {identity} commit --quiet --message fork"
-    short = "--steps 20 --schedule.warmup_steps 2 --data.num_samples 320 --evaluation.num_samples 20"
+    short = "--steps 20 --schedule.warmup_steps 2 --evaluation.num_samples 20"
     page = commands((ROOT / "docs" / "forking.md").read_text())
     assert len(page) == 4 and "tools.experiment" in page[2]
     for command in [init, *page]:
         if command.startswith("python "):
             command = f"{sys.executable} {command.removeprefix('python ')} {short}"
-            command += " --runs 4" if "tools.experiment" in command else ""
+            command += " --runs 4" if "tools.experiment" in command else " --data.num_samples 320"
         done = subprocess.run(command, shell=True, cwd=copy, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, command + done.stdout + done.stderr
     assert not subprocess.run(["git", "diff"], cwd=copy, capture_output=True).stdout
