@@ -36,6 +36,7 @@ import re
 import shlex
 from collections import Counter
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from runtime.files import write_once
 from tools import compare
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner, raise_stopped
-from trainer.checkpoint.identity import code_hash, compare_facts
+from trainer.checkpoint.identity import code_hash, compare_facts, compare_versions
 from trainer.run.directory import Run, surviving_sessions
 from trainer.run.resume import check_resume, with_stored_model
 
@@ -68,7 +69,7 @@ def main(config: SweepConfig) -> None:
         SystemExit: with code 75 after a signal, or where a run was stopped; rerun the same command to resume.
     """
     launch = Launch.parse(config.launch)
-    facts = {"mixed_precision": launch.precision, "code": code_hash()}
+    facts = {"mixed_precision": launch.precision, "torch": version("torch"), "code": code_hash()}
     runs = plan_sweep(config.arguments, facts)
     runner = JobRunner(config.jobs or (1 if config.launch else None))
     runner.code, runner.show_output = facts["code"], runner.max_running == 1
@@ -105,11 +106,11 @@ def plan_sweep(arguments: list[str], facts: dict[str, str | None]) -> list[Train
 
     Args:
         arguments: settings of train.py, some with several values.
-        facts: `mixed_precision` and `code` of the runs.
+        facts: `mixed_precision`, `torch` and `code` of the runs.
 
     Raises:
         ConfigError: a combination is wrong, two runs have the same name, or an existing run has other settings, another
-            precision or other code.
+            precision or torch, or other code.
     """
     runs: dict[str, TrainConfig] = {}
     for combination, swept in combine(arguments):
@@ -147,19 +148,19 @@ def check_existing_run(config: TrainConfig, stored: dict[str, Any], facts: dict[
         config = with_stored_model(config, stored)
     check_resume(run, config, next(iter(run.manifests().values()), None))
 
-    # Launch and code of the sessions that trained it.
+    # Launch, torch and code of the sessions that trained it.
     status = run.status()
     completed = status.step if status else 0
     trained = [session for session in surviving_sessions(run.sessions(), completed) if session.step < completed]
     different = [
         f"{name}: {getattr(session, name)} in the run, {facts[name]} now"
         for session in trained
-        for name in compare_facts(vars(session), facts)
+        for name in compare_facts(vars(session), facts) + compare_versions(vars(session), facts)
     ]
     if different:
         lines = "\n  ".join(dict.fromkeys(different))
         raise ConfigError(
-            f"{run.path} has a run of another launch or other code:\n  {lines}\nchoose another --name or --out_dir"
+            f"{run.path} has a run of another launch, torch or code:\n  {lines}\nchoose another --name or --out_dir"
         )
 
 

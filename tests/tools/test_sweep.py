@@ -183,13 +183,13 @@ def test_existing_run_with_other_settings_is_refused(sweep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("code", "0123456789ab")])
-def test_sweep_refuses_run_of_other_precision_or_code(name, there, sweep):
+@pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("torch", "2.11.0"), ("code", "0123456789ab")])
+def test_sweep_refuses_run_of_other_precision_torch_or_code(name, there, sweep):
     names = sweep("--seed", "0,1")
     starts = sweep.directory / names[1] / "sessions.jsonl"
     starts.write_text(json.dumps({**json.loads(starts.read_text()), name: there}))
     with pytest.raises(
-        ConfigError, match=f"{names[1]} has a run of another launch or other code:\n  {name}: {there} in the run, "
+        ConfigError, match=f"{names[1]} has a run of another launch, torch or code:\n  {name}: {there} in the run, "
     ):
         main(SweepConfig(arguments=[*TINY_STORIES, "--out_dir", str(sweep.directory), "--seed", "0,1"]))
     assert sweep("--seed", "0,1", "--resume", "never") == names
