@@ -183,7 +183,9 @@ def test_existing_run_with_other_settings_is_refused(sweep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "there"), [("mixed_precision", "bf16"), ("torch", "2.11.0"), ("code", "0123456789ab")])
+@pytest.mark.parametrize(
+    ("name", "there"), [("mixed_precision", "bf16"), ("torch", "2.11.0"), ("code", "0123456789ab")]
+)
 def test_sweep_refuses_run_of_other_precision_torch_or_code(name, there, sweep):
     names = sweep("--seed", "0,1")
     starts = sweep.directory / names[1] / "sessions.jsonl"
