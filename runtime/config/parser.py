@@ -126,9 +126,8 @@ def parse_config(
         notify(f"{source}left out, because it has no effect: {', '.join(settings)}")
     named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
     has_model = config.init_from is None
-    unused = unused_settings(config, has_model, names)
-    problems = [given.sources.get(setting.name, "") + setting.problem for setting in unused]
-    if problems := problems + named.problems(num_processes, has_model):
+    unused = [given.sources.get(setting.name, "") + setting.problem for setting in unused_settings(config, has_model)]
+    if problems := unused + named.problems(num_processes, has_model):
         raise ConfigError("\n".join(problems))
     if "print_config" in names:
         # Null settings stay null, so that another number of processes and another corpus can use the file, too.

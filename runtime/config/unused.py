@@ -1,6 +1,6 @@
 """Settings that a user gave and that have no effect, because of the value of another setting."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -27,23 +27,20 @@ class UnusedSetting(NamedTuple):
         return f"{self.name}: {show(self.value)} has no effect with {self.reason}; leave it out, or change the other"
 
 
-def unused_settings(
-    config: Settings, has_model: bool = True, on_command_line: Collection[str] = ()
-) -> Iterator[UnusedSetting]:
+def unused_settings(config: Settings, has_model: bool = True) -> Iterator[UnusedSetting]:
     """Yield the settings that are `Unused`, if their value asks for something.
 
-    0, false and null do not, and neither does a default in a file, so that the output of --print_config is a config.
+    A default does not, so that the output of --print_config is a config file, and neither does 0, false or null.
 
     Args:
         config: all settings of a run.
         has_model: whether `model` has its final values; otherwise its settings are left out.
-        on_command_line: the names of settings that the command line gave.
     """
     for name, field in all_fields(type(config)):
         if section_class(field) or (name.startswith("model.") and not has_model):
             continue
         value = _value(config, name)
-        if not value or (value == field.default and name not in on_command_line):
+        if not value or value == field.default:
             continue
         for rule in field.metadata:
             if isinstance(rule, Unused) and (other := _value(config, rule.name)) in rule.values:

@@ -241,16 +241,6 @@ def test_forked_data_source_may_use_path_settings():
     assert list(unused_settings(config)) == []
 
 
-def test_default_without_effect_is_refused_on_the_command_line_alone(tmp_path):
-    """Who types the number of samples believes that so many of the text are used; a file may list all settings."""
-    words = ["--data.source", "text", "--data.path", "corpus", "--model.vocab_size", "null", "--data.facts", "0"]
-    assert "data.num_samples: 1000 has no effect with data.source: text" in refusal(
-        *words, "--data.num_samples", "1000"
-    )
-    (recipe := tmp_path / "all.yaml").write_text("data: {num_samples: 1000}\n")
-    assert parse_config([*RANDOM_TOKENS, "--config", str(recipe), *words]).data.source == "text"
-
-
 def test_wrong_values_are_reported_together(tmp_path):
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("stepz: 3\nmodel: {n_layers: x, dropout: 2}\n")
