@@ -69,6 +69,7 @@ def two_gpus(folder):
     return two_gpus
 
 
+@pytest.mark.slow
 def test_two_gpus_train_same_bits_and_launch_graphs(two_gpus):
     graphed = two_gpus(*GRAPH)
     assert_same(graphed, two_gpus())

@@ -292,6 +292,7 @@ def test_wrong_arguments_are_refused(run):
     assert "no-such-user/run' names a user that this machine does not have" in refusal("~no-such-user/run", 3)
 
 
+@pytest.mark.slow
 def test_changed_corpus_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(f"Line {i} of a text." for i in range(300)))
     prepare = f"python -m data.prepare --source {tmp_path / 'text.txt'} --tokenizer byte --validation tail:0.1 --out"

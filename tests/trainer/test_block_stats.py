@@ -25,6 +25,7 @@ def norm(tensors):
     return torch.cat([tensor.flatten().double() for tensor in tensors]).norm().item()
 
 
+@pytest.mark.slow
 def test_block_statistics_change_no_bit(run):
     without = metrics(run.with_name("false"))
     assert [{k: v for k, v in row.items() if not k.startswith("layers/")} for row in metrics(run)] == without

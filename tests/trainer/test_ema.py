@@ -164,6 +164,7 @@ def test_ema_decay_is_refused_whenever_the_average_of_the_optimizer_begins(updat
     assert update <= 2
 
 
+@pytest.mark.slow
 def test_run_with_ema_resumes_bitwise(averaged, tmp_path):
     words = [*RUN, "--evaluation.ema_decay", AVERAGE, "--out_dir", tmp_path]
     train(*words, "--stop_after", 5, exit_code=75)

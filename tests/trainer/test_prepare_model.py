@@ -119,6 +119,7 @@ def test_failed_compilation_prints_last_line(last, monkeypatch, capsys):
     Path(log).unlink()
 
 
+@pytest.mark.slow
 def test_profile_traces_the_given_steps(tmp_path):
     train(*TINY, "--name", "run", "--profile", "[3, 4]", "--out_dir", tmp_path, processes=2)
     for rank in range(2):

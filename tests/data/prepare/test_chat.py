@@ -813,6 +813,7 @@ def runs(folder, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 def test_chat_run_is_exact_across_processes_and_resume(runs):
     assert metrics(runs / "run") == metrics(runs / "two") and len(metrics(runs / "run")) == 4
     assert_same_bits(tensors(runs / "run", 4), tensors(runs / "two", 4))

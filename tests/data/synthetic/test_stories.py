@@ -326,6 +326,7 @@ def test_score_texts_counts_accepted_texts(validation):
     assert STORIES.score_texts(texts) == {"valid": (2, 4)}
 
 
+@pytest.mark.slow
 def test_bigram_model_is_far_above_entropy(train, validation):
     """Most of what there is to learn spans more than one word."""
     tokenizer = STORIES.build_tokenizer()

@@ -130,6 +130,7 @@ def test_wrong_settings_and_runs_in_use_start_no_node(tmp_path, submit):
     assert not (tmp_path / "launched").exists()
 
 
+@pytest.mark.slow
 def test_tasks_of_an_array_train_different_runs(tmp_path, submit):
     done = submit(*ARGUMENTS, "--seed", "%a", SLURM_ARRAY_TASK_ID="3")
     assert done.returncode == 2 and "All tasks of this array would train a run/two words" in done.stderr

@@ -46,8 +46,11 @@ def test_exact_run_logs_the_same_on_any_processes(settings, runs):
     assert metrics(runs / "0") == metrics(runs / "2") == metrics(runs / "4")
 
 
-def test_exact_resumes_on_other_process_counts(single, runs):
-    for processes, until, exit_code in [(2, 2, 1), (0, 4, 75), (4, STEPS, 0)]:
+@pytest.mark.parametrize(
+    "last", [pytest.param([(0, 4, 75), (4, STEPS, 0)], marks=pytest.mark.slow), [(0, STEPS, 0)]], ids=str
+)
+def test_exact_resumes_on_other_process_counts(last, single, runs):
+    for processes, until, exit_code in [(2, 2, 1), *last]:
         train(*EXACT, "--stop_after", until, "--out_dir", runs, processes=processes, exit_code=exit_code)
     assert_same_run(runs / "run", single, STEPS)
 

@@ -119,7 +119,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(ROWS, 2))
+@pytest.mark.parametrize("name", thinned(ROWS, 4))
 def test_unusual_machine_works_or_is_reported(name, runs, tmp_path):
     row = ROWS[name]
     if row.code == LITTLE_MEMORY and sys.platform != "linux":

@@ -98,6 +98,7 @@ def test_idea_that_changes_nothing_is_confirmed_as_such(experiments):
     assert len(experiments.started()) == 2, "the runs of one variant"
 
 
+@pytest.mark.slow
 def test_patches_are_confirmed(experiments, patches):
     one, two = patches.effect("one", 1, 0.7), patches.effect("two", 2, 0.8)
     assert experiments.race(str(patches.folder))["stack"] == [one, two]

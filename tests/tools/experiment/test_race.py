@@ -646,6 +646,7 @@ def test_branch_and_working_tree_are_compared_with_their_base(experiments, patch
     assert confirmed["effect"] == pytest.approx(-0.25, abs=0.01), "with the base too, though HEAD is the branch"
 
 
+@pytest.mark.slow
 def test_another_edit_is_another_race(experiments, patches):
     """Also if the first edit has joined the baseline. The runs of the baseline are shared."""
     code = patches.source.read_text()

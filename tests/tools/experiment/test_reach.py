@@ -59,6 +59,7 @@ def test_winner_is_measured_elsewhere(experiments):
     assert [run["seed"] for run in experiments.trained()] == [], "the report trains nothing"
 
 
+@pytest.mark.slow
 def test_each_winner_is_compared_with_the_baseline_that_it_joined(experiments):
     result = experiments.race(A, B, reach=True)
     assert result["stack"] == [A, B]

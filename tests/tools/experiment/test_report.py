@@ -179,6 +179,7 @@ def figures(monkeypatch):
     return figures
 
 
+@pytest.mark.slow
 def test_picture_shows_rounds_effects_and_costs(experiments, monkeypatch, figures):
     monkeypatch.setattr(report, "draw", draw)
     worse, longer = "--model.effect_c 1.4", "--steps 90 --model.effect_a 0.6"

@@ -70,6 +70,7 @@ def test_first_step_loss_equals_transformers(name, made):
         assert rows[0]["train/loss"] == pytest.approx(reference(ids, labels=labels).loss.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_init_from_resumes_bitwise_and_on_two_processes(made):
     init = ("--init_from", made / "gpt2", "--optimizer.lr", 0.01)
     train(*arguments(made, *init, "--name", "straight"))
