@@ -304,6 +304,8 @@ def folder(tmp_path_factory):
     documents = [text.replace("\r", "") for text in make_documents(60)]
     (folder / "input.txt").write_text("\n".join(documents))
     (folder / "stories.txt").write_text("<|endoftext|>\n".join(documents))
+    (folder / "few.txt").write_text("\n".join(documents[:40]))
+    (folder / "held_out.txt").write_text("\n".join(documents[40:]))
     return folder
 
 
@@ -331,7 +333,7 @@ def test_command_of_data_page(command, folder):
         out = re.search(r"--out (\S+)", command)[1]
         metadata = json.loads((folder / out / "metadata.json").read_text())
         documents = metadata["train"]["documents"]
-        least = {"input.txt": 1, "stories.txt": 40, "python-library": 400}[re.search(r"--source (\S+)", command)[1]]
+        least = {"input.txt": 1, "few.txt": 1, "stories.txt": 40, "python-library": 400}[re.search(r"--source (\S+)", command)[1]]
         assert least <= documents < (2 if least == 1 else 1.5 * least)
 
 
@@ -342,7 +344,7 @@ def test_commands_make_the_texts_that_the_pages_prepare(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in MAKES_TEXT:
         shell(command, cwd=tmp_path)
-    made = {"input.txt": 1, "stories.txt": 2000, "answers.jsonl": 70}
+    made = {"input.txt": 1, "few.txt": 1, "stories.txt": 2000, "answers.jsonl": 70}
     sources = re.findall(r"data\.prepare --source '?([^' ]+\.\w+)'?", page("data") + page("using"))
     assert made.keys() == {*sources}
     for name, least in made.items():

@@ -212,6 +212,18 @@ def test_figures_of_agreement():
     check_figures(joined(RESULTS.partition("### Agreement")[2]), figures)
 
 
+def test_figures_of_many_epochs(monkeypatch):
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    race = report.describe_race(RAW / "text-6116f741" / "races" / "fbd9e6ec.json")
+    [ideas] = ideas_of_rounds(race)
+    figures = [f"{race['runs']} runs, {hours(race)} CPU hours", f"{race['rounds'][0]['baseline_loss']:.3f} nats/byte"]
+    for name, idea in ideas.items():
+        cells = f"{percent(idea['effect'])} ({interval(idea)}) | {idea['verdict']} | {idea['runs']}"
+        figures.append(f"| `{name}` | {cells} |")
+    page = (ROOT / "docs" / "data.md").read_text()
+    check_figures(joined(page.partition("### Many epochs")[2].partition("###")[0]), figures)
+
+
 def check_figures(text, figures):
     """Check that a text has these figures, and no other effect in percent."""
     for figure in figures:
