@@ -333,7 +333,8 @@ def test_command_of_data_page(command, folder):
         out = re.search(r"--out (\S+)", command)[1]
         metadata = json.loads((folder / out / "metadata.json").read_text())
         documents = metadata["train"]["documents"]
-        least = {"input.txt": 1, "few.txt": 1, "stories.txt": 40, "python-library": 400}[re.search(r"--source (\S+)", command)[1]]
+        source = re.search(r"--source (\S+)", command)[1]
+        least = {"input.txt": 1, "few.txt": 1, "stories.txt": 40, "python-library": 400}[source]
         assert least <= documents < (2 if least == 1 else 1.5 * least)
 
 
