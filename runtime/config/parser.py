@@ -16,7 +16,7 @@ from model.settings import Settings
 from runtime.config.errors import ConfigError
 from runtime.config.help import PASSED_ON, all_fields, explain, is_argument, print_help, section_class, show
 from runtime.config.paths import expand_user_path
-from runtime.config.unused import unused_settings
+from runtime.config.unused import UnusedSetting, unused_settings
 from runtime.config.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -126,7 +126,11 @@ def parse_config(
         notify(f"{source}left out, because it has no effect: {', '.join(settings)}")
     named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
     has_model = config.init_from is None
-    unused = [given.sources.get(setting.name, "") + setting.problem for setting in unused_settings(config, has_model)]
+    unused = [
+        given.sources.get(setting.name, "") + setting.problem
+        for setting in unused_settings(config, has_model, names)
+        if not (setting.is_default and given.takes_back(setting))
+    ]
     if problems := unused + named.problems(num_processes, has_model):
         raise ConfigError("\n".join(problems))
     if "print_config" in names:
@@ -180,6 +184,8 @@ class _Given:
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         """The config file of each value as the beginning of a message; "" for the command line."""
+        self.replaced_sources: dict[str, str] = {}
+        """The source of the value that a setting of the command line replaced, if it replaced one."""
         self.problems: dict[str, str] = {}
         """The first problem of each setting, file or word."""
         self.left_out: dict[str, list[str]] = {}
@@ -281,6 +287,14 @@ class _Given:
             config = self.validate()
         return config
 
+    def takes_back(self, setting: UnusedSetting) -> bool:
+        """Return whether a setting of the command line replaced a value that would be refused in its place.
+
+        That is an earlier value of the command line, or one of a config file that itself makes the setting useless.
+        """
+        replaced = self.replaced_sources.get(setting.name)
+        return replaced is not None and replaced in ("", self.sources.get(setting.because, replaced))
+
     def _leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(self.sources[name], []).append(f"{name} ({reason})")
         self.sources[name] = ""  # so that settings that need this one are left out, too
@@ -314,6 +328,8 @@ class _Given:
                 self.report(name, f"{source}{name}: {show(value)} is not a section; leave it out for its defaults")
             else:
                 self._replace_length(name, value, source)
+                if not source and name in self.sources:
+                    self.replaced_sources[name] = self.sources[name]
                 self.values[name], self.sources[name] = value, source
             seen.add(name)
 

@@ -397,6 +397,16 @@ class TrainConfig(Settings):
         """Whether `steps` is the length of the run; otherwise it is unknown until the corpus is loaded."""
         return self.epochs is None and self.tokens is None
 
+    def micro_batch_size_for(self, num_processes: int) -> int | None:
+        """Return the largest divisor of `micro_batch_size` with which `num_processes` can split all batches of the run.
+
+        None: no micro-batch size can do so.
+        """
+        batch_sizes = [size for size in (self.global_batch_size, self.schedule.batch_warmup_from) if size is not None]
+        if any(size % num_processes for size in batch_sizes):
+            return None
+        return math.gcd(self.micro_batch_size, *(size // num_processes for size in batch_sizes))
+
     def _path_problems(self) -> Iterator[str]:
         name = self.name
         is_plain = name is None or (Path(name).name == name and name != ".." and not name.startswith("~"))
@@ -425,6 +435,7 @@ class TrainConfig(Settings):
     def _batch_and_exact_problems(self, num_processes: int) -> Iterator[str]:
         # Batches that the processes cannot split.
         sequences_at_once = self.micro_batch_size * num_processes
+        micro_batch_size = self.micro_batch_size_for(num_processes)
         sizes = {
             "global_batch_size": self.global_batch_size,
             "schedule.batch_warmup_from": self.schedule.batch_warmup_from,
@@ -435,8 +446,8 @@ class TrainConfig(Settings):
                     f"{name}: {size} is not a multiple of micro_batch_size * processes = {self.micro_batch_size} * "
                     f"{num_processes} = {sequences_at_once}; the nearest multiples: {_nearest(size, sequences_at_once)}"
                 )
-                if not size % num_processes:  # as with a recipe for fewer processes
-                    message += f"; or set micro_batch_size to {math.gcd(size // num_processes, self.micro_batch_size)}"
+                if micro_batch_size is not None:  # as with a recipe for fewer processes
+                    message += f"; or set micro_batch_size to {micro_batch_size}"
                 micro_batches, rest = divmod(size, self.micro_batch_size)
                 if not rest:  # another number of processes can split it
                     counts = [str(n) for n in range(1, min(micro_batches, 1024) + 1) if micro_batches % n == 0]

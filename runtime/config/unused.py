@@ -1,6 +1,6 @@
 """Settings that a user gave and that have no effect, because of the value of another setting."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ class UnusedSetting(NamedTuple):
     value: Any
     because: str
     because_value: Any
+    is_default: bool
 
     @property
     def reason(self) -> str:
@@ -27,24 +28,26 @@ class UnusedSetting(NamedTuple):
         return f"{self.name}: {show(self.value)} has no effect with {self.reason}; leave it out, or change the other"
 
 
-def unused_settings(config: Settings, has_model: bool = True) -> Iterator[UnusedSetting]:
+def unused_settings(config: Settings, has_model: bool = True, typed: Container[str] = ()) -> Iterator[UnusedSetting]:
     """Yield the settings that are `Unused`, if their value asks for something.
 
-    A default does not, so that the output of --print_config is a config file, and neither does 0, false or null.
+    0, false and null do not, and neither does a default that nobody typed: the output of --print_config is a config.
 
     Args:
         config: all settings of a run.
         has_model: whether `model` has its final values; otherwise its settings are left out.
+        typed: names of settings that the command line gave.
     """
     for name, field in all_fields(type(config)):
         if section_class(field) or (name.startswith("model.") and not has_model):
             continue
         value = _value(config, name)
-        if not value or value == field.default:
+        is_default = value == field.default
+        if not value or (is_default and name not in typed):
             continue
         for rule in field.metadata:
             if isinstance(rule, Unused) and (other := _value(config, rule.name)) in rule.values:
-                yield UnusedSetting(name, value, rule.name, other)
+                yield UnusedSetting(name, value, rule.name, other, is_default)
 
 
 def _value(config: Settings, name: str) -> Any:

@@ -889,19 +889,21 @@ def test_shakespeare_cpu_recipe_reaches_its_loss(tmp_path, runs):
     assert last["val/bits_per_byte"] == pytest.approx(last["val/loss"] / math.log(2), rel=1e-3)
 
 
-def test_file_that_cannot_be_read_is_not_called_damaged(corpus, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOMEM, errno.ESTALE])
+def test_file_that_cannot_be_read_is_not_called_damaged(code, corpus, monkeypatch):
     """Only a file that is absent or was read and is wrong is damaged: the remedy would remove an intact corpus."""
     file = find_file(corpus)
+    why = f"cannot be read: {os.strerror(code)}"
 
     def refuse(*arguments, **options):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(code, os.strerror(code))
 
     def out_of_memory(*arguments, **options):
         raise OSError("Memory mapping file failed: Cannot allocate memory")  # as Arrow does under `ulimit -v`
 
     with monkeypatch.context() as patch:
         patch.setattr("data.integrity.hash_files", lambda *_: map(refuse, [0]))
-        with pytest.raises(ConfigError, match=f"{file} cannot be read: Input/output error; the corpus may be intact"):
+        with pytest.raises(ConfigError, match=f"{file} {why}; the corpus may be intact"):
             verify(corpus)
     with monkeypatch.context() as patch:
         patch.setattr("data.integrity.pa.memory_map", out_of_memory)
@@ -909,11 +911,11 @@ def test_file_that_cannot_be_read_is_not_called_damaged(corpus, monkeypatch):
             open_split(corpus)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", refuse)
-        with pytest.raises(ConfigError, match="metadata.json cannot be read: Input/output error"):
+        with pytest.raises(ConfigError, match=f"metadata.json {why}"):
             TextCorpus(str(corpus))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refuse)
-        with pytest.raises(ConfigError, match=r"\.arrow cannot be read: Input/output error; the corpus may be intact"):
+        with pytest.raises(ConfigError, match=rf"\.arrow {why}; the corpus may be intact"):
             TextCorpus(str(corpus))
     file.unlink()
     with pytest.raises(ConfigError, match=f"{file} is damaged: No such file or directory; restore it, or"):

@@ -1,6 +1,5 @@
 """The command line of verify.py: the arguments of train.py, overridden by the settings of a short run."""
 
-import math
 import re
 from argparse import ArgumentParser
 
@@ -30,8 +29,7 @@ def parse_short_run(args: list[str]) -> TrainConfig:
         config = parse_config(args, program="verify.py", purpose=purpose)
     except ConfigError as error:
         raise ConfigError(re.sub("^steps:", "verify_steps:", str(error), flags=re.MULTILINE)) from None
-    sizes = config.global_batch_size, config.schedule.batch_warmup_from
-    sequences, rest = divmod(math.gcd(*(size for size in sizes if size)), num_processes())
-    if sequences and not rest:
-        args += ["--micro_batch_size", str(math.gcd(sequences, config.micro_batch_size))]
+    micro_batch_size = config.micro_batch_size_for(num_processes())
+    if micro_batch_size is not None:
+        args += ["--micro_batch_size", str(micro_batch_size)]
     return parse_config(args, num_processes())

@@ -241,6 +241,28 @@ def test_forked_data_source_may_use_path_settings():
     assert list(unused_settings(config)) == []
 
 
+ON_TEXT = "--data.source text --data.path corpus --model.vocab_size null --data.facts 0".split()
+
+
+def test_typed_default_without_effect_is_refused(tmp_path):
+    """Who types the number of samples believes that so many of the text are used; a file may list all settings."""
+    message = "data.num_samples: 1000 has no effect with data.source: text"
+    assert message in refusal(*ON_TEXT, "--data.num_samples", "1000")
+    with pytest.raises(ConfigError, match=message):  # configs/stories.yaml, which is read here, has 24,000
+        parse_config([*ON_TEXT, "--data.num_samples", "1000"])
+    (recipe := tmp_path / "all.yaml").write_text("data: {num_samples: 1000}\n")
+    assert parse_config([*RANDOM_TOKENS, "--config", str(recipe), *ON_TEXT]).data.source == "text"
+
+
+def test_typed_default_takes_back_value_without_effect(tmp_path):
+    """A value that would be refused: of the command line, or of a file that itself makes it useless."""
+    assert parse_config([*RANDOM_TOKENS, "--data.num_samples", "9", *ON_TEXT, "--data.num_samples", "1000"])
+    (recipe := tmp_path / "teacher.yaml").write_text("teacher: {weight: 0.7}\n")
+    with pytest.raises(ConfigError, match=r"teacher\.weight: 0\.7 has no effect"):
+        parse_config([*RANDOM_TOKENS, "--config", str(recipe)])
+    assert parse_config([*RANDOM_TOKENS, "--config", str(recipe), "--teacher.weight", "0.5"])
+
+
 def test_wrong_values_are_reported_together(tmp_path):
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("stepz: 3\nmodel: {n_layers: x, dropout: 2}\n")
@@ -293,6 +315,13 @@ def test_refusal_of_eight_processes_names_micro_batch_size_that_works(recipe):
         parse_config(words, num_processes=8)
     found = re.search(r"; or set micro_batch_size to (\d+)", str(error.value))
     assert parse_config([*words, "--micro_batch_size", found[1]], num_processes=8)
+
+
+def test_refusal_names_micro_batch_size_for_both_batches():
+    """The batch of the warm-up, 4, needs a smaller micro-batch than the global batch."""
+    words = "--global_batch_size 24 --schedule.batch_warmup_from 4 --schedule.batch_warmup_steps 2".split()
+    assert re.findall(r"micro_batch_size to (\d+)", refusal(*words, num_processes=2)) == ["2", "2"]
+    assert parse_config([*RANDOM_TOKENS, *words, "--micro_batch_size", "2"], num_processes=2)
 
 
 def test_resuming_from_nowhere_is_refused(runs):
