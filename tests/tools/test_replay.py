@@ -167,6 +167,7 @@ def rewrite(file, change):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_other_digests_and_losses_are_reported(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     rewrite(copy / "metrics.jsonl", lambda row: row.update({"state/digest": "0" * 16}))
@@ -228,6 +229,7 @@ def test_outcome_says_what_was_compared(logged, again, differences, outcome):
     assert describe_outcome([(logged, again)], differences).startswith(outcome)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_fork_is_not_taken_for_rounding(tmp_path):
     """The run logs a digest with each checkpoint, but no loss before its end; then the gradient is multiplied by -5."""
     train(*RECIPE, "--tracking.log_every", 100, "--out_dir", tmp_path, "--name", "run")

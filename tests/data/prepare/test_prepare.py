@@ -607,7 +607,7 @@ p.encode_text = stop
 """
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", thinned([2, 1], 2))
 def test_prepare_stops_at_ctrl_c_and_resumes(tmp_path, num_workers):
     source, out = write_jsonl(tmp_path / "a.jsonl", make_documents(400)), tmp_path / "out"
     command = ["--source", source, "--tokenizer", "byte", "--num_workers", num_workers, "--out", out]

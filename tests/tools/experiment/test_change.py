@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config.errors import ConfigError, RunError
-from tests.conftest import ROOT, commands, shell
+from tests.conftest import ROOT, commands, shell, thinned
 from tools.experiment import change
 from tools.experiment.change import Checkouts, idea_texts, merge, parse_idea
 
@@ -200,7 +200,7 @@ def test_data_files_of_change(file, line, problem, repository):
         ("rng = numpy.random.default_rng(seed)", False),
     ],
 )
-@pytest.mark.parametrize("file", ["model/gpt.py", "train.py"])
+@pytest.mark.parametrize("file", thinned(["model/gpt.py", "train.py"], 2))
 def test_seeds_of_changed_code_are_those_of_the_run(line, is_refused, file, repository):
     """derive_seed, which docs/forking_reference.md recommends, is accepted; a constant is refused with a remedy."""
     path = repository.root / file

@@ -20,7 +20,7 @@ import pytest
 
 from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
-from tests.conftest import ROOT, environment, metrics
+from tests.conftest import ROOT, environment, metrics, thinned
 from tests.tools.experiment.conftest import FAKE
 from tools.experiment import confirm, race, report, runs, verdicts
 from tools.experiment.change import head_commit, parse_idea
@@ -250,7 +250,7 @@ def test_run_that_does_not_stop_after_a_signal_is_killed(experiments, monkeypatc
     assert "killed, because it did not stop" in experiments.errors
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", thinned(["SIGINT", "SIGTERM"], 2))
 def test_stopped_race_resumes(number, experiments):
     experiments.hook(stop_at(3, number))
     experiments.race(A, B, jobs=1, error=SystemExit)

@@ -195,6 +195,7 @@ def test_removed_stored_setting_is_named():
     ]
 
 
+@pytest.mark.slow
 def test_data_seed_comes_from_run_or_parent(run):
     arguments = [*RECIPE, "--seed", 5, "--out_dir", run.parent]
     train(*arguments, "--data.seed", 3, "--name", "other")

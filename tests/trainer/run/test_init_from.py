@@ -12,7 +12,7 @@ from model.gpt import GPTModel
 from model.hf import tensors_from_transformers
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
-from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, train
+from tests.conftest import ROOT, TINY_STORIES, assert_same_bits, metrics, tensors, thinned, train
 from trainer.pretrained import export
 from trainer.pretrained.export import ExportConfig
 from trainer.pretrained.load import copy_initial_weights, load_run
@@ -53,7 +53,7 @@ def arguments(made, *more):
     return ["--config", str(made / "recipe.yaml"), "--out_dir", str(made / "runs"), *map(str, more)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, 2))
 def test_first_step_loss_equals_transformers(name, made):
     train(*arguments(made, "--init_from", made / name, "--name", name, "--steps", 1, "--optimizer.lr", 0))
     config = load_run(made / "runs" / name).config
