@@ -34,7 +34,9 @@ BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_sample
 BATCH_SETTINGS |= {"evaluation.every"}
 BATCH_SETTINGS |= {"schedule.batch_warmup_from", "schedule.batch_warmup_steps"}
 SEEDS_OF_RACES, SEEDS_OF_CONFIRMATIONS, EVERY_SEED = range(5000), range(5000, 2**63), range(2**63)
-EVALUATED_AT_ONCE = 4  # runs; the evaluator and two processes for each code import torch
+# An evaluation starts a process, and two for each code, which import torch. So several short runs wait for one. But the
+# choice of the next run needs results, so a run does not wait if the start takes less than this share of its seconds.
+EVALUATED_AT_ONCE, EVALUATION_START_SECONDS, EVALUATION_START_SHARE = 4, 5, 0.05
 TIMING_SEED, TIMING_STEPS = 9000, (4, 0.2)  # of short runs that measure the seconds of a step, for --equal seconds
 NOT_EVALUATED = "it cannot be evaluated"  # begins the problem that evaluator.py reports where the code of a run ends
 RUNS_OF_BROKEN_BASELINE = 2  # that fail before a command gives up
@@ -228,7 +230,7 @@ class Runs:
                     is_behind = evaluation is not None and len(ended) >= EVALUATED_AT_ONCE
                     planned = "wait" if is_behind else next_run()
                     must_wait = planned is None or planned == "wait"
-                    if ended and not evaluation and (len(ended) >= EVALUATED_AT_ONCE or must_wait):
+                    if ended and not evaluation and (len(ended) >= self._num_evaluated_at_once() or must_wait):
                         evaluation, ended = pool.submit(self._evaluate, ended), []
                     if must_wait:
                         if planned is None and not self.pending:
@@ -253,6 +255,13 @@ class Runs:
                     if self.jobs.outcomes.get(job) == "stopped" and not self.is_known(job.run.path.name):
                         self._keep([self._spent(job, is_stopped=True)])
                 self.pending.clear()
+
+    def _num_evaluated_at_once(self) -> int:
+        """Return how many runs wait for one evaluation: four short ones, or a single one of minutes."""
+        if not self.elapsed:
+            return EVALUATED_AT_ONCE
+        tolerated_seconds = EVALUATION_START_SHARE * sum(self.elapsed.values()) / len(self.elapsed)
+        return min(EVALUATED_AT_ONCE, math.ceil(EVALUATION_START_SECONDS / tolerated_seconds))
 
     def _start(self, planned: Planned) -> Job:
         variant, seed = planned

@@ -275,6 +275,21 @@ def test_training_does_not_run_ahead_of_the_evaluation(experiments, monkeypatch)
     assert max(counts) <= EVALUATED_AT_ONCE + 2, counts
 
 
+@pytest.mark.parametrize(("start_seconds", "at_once"), [(1e-9, 1), (1e9, 4)], ids=["long runs", "short runs"])
+def test_long_runs_are_evaluated_one_by_one(start_seconds, at_once, experiments, monkeypatch):
+    """A run waits for others only if starting an evaluation takes much of its own time."""
+    counts = []
+
+    def evaluate(code, requests, *_):
+        counts.append(len(requests))
+        return fake_evaluator(code, requests)
+
+    monkeypatch.setattr(runs, "run_evaluator", evaluate)
+    monkeypatch.setattr(runs, "EVALUATION_START_SECONDS", start_seconds)
+    experiments.race(A, runs=8, jobs=1)
+    assert counts[0] == at_once
+
+
 def test_missing_run_folders_and_checkpoints_are_not_needed(experiments):
     before = experiments.race(A)
     assert not list(experiments.folder().glob("runs/*/checkpoints"))
