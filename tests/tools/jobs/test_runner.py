@@ -13,6 +13,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from runtime.config.errors import RunError
@@ -24,7 +25,7 @@ from trainer.run.directory import Run
 # Replaces train.py, without torch: locks its run, writes its start, environment and end to a file shared by all runs,
 # and ends as its argument names. It stops on SIGTERM.
 FAKE = """
-import fcntl, json, os, signal, sys, time
+import fcntl, json, os, signal, subprocess, sys, time
 run, how, starts = sys.argv[1:]
 os.makedirs(run, exist_ok=True)
 lock = open(run + "/.lock", "w")
@@ -52,6 +53,8 @@ while open(os.path.dirname(run) + "/notes").read().count('["start"') < int(start
 time.sleep({"slowly": 60, "for a moment": 0.6}.get(how, 0))
 if how == "ignores signals":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)  # as torch's launcher starts a process
+    open(run + "/child", "w").write(str(child.pid))
     note("deaf")
     time.sleep(60)
 if how == "dies":
@@ -318,6 +321,8 @@ def test_overdue_run_is_killed_and_has_failed(run):
     found.train([run("one", "ignores signals"), run("two")], until_failure=False)
     assert [found.outcomes[job] for job in (run("one", "ignores signals"), run("two"))] == ["failed", "finished"]
     assert found.failures == {run("one", "ignores signals"): runner.Failure("took too long")}
+    child = int((run("one").run.path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_run_that_does_not_stop_is_killed(run, capsys):
