@@ -9,12 +9,14 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from runtime.config.errors import ConfigError, RunError
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
-from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, problem_of
+from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, count_work, problem_of
 from tools.jobs.runner import Job
 from trainer.run.directory import Run
 
@@ -295,6 +297,25 @@ def test_missing_run_folders_and_checkpoints_are_not_needed(experiments):
     assert not list(experiments.folder().glob("runs/*/checkpoints"))
     shutil.rmtree(experiments.folder() / "runs")
     assert experiments.race(A) == before and not experiments.started()
+
+
+def test_work_is_counted_over_processes_and_shards(tmp_path):
+    """The parameters are those of the newest checkpoint; a run of two sessions counts no tokens, as one may be lost."""
+
+    def write(step, name, **tensors):
+        (folder := run.checkpoints / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        save_file({key: np.zeros(size) for key, size in tensors.items()}, folder / f"{name}.safetensors")
+
+    run = Run(tmp_path / "run")
+    write(1, "shard-0", **{"model.a": 7})
+    write(2, "shard-0", **{"model.a": (2, 3), "optimizer.a": 6})
+    write(2, "shard-1", **{"model.b": 4})
+    for rank, (tokens, updates) in enumerate([(100, 5), (80, 5)]):
+        (run.path / f"counts.{rank}").write_text(json.dumps({"tokens": tokens, "updates": updates}) + "\n")
+    assert count_work(run) == {"parameters": 10, "forward_tokens": 180, "updates": 5}
+    for file in run.path.glob("counts.*"):
+        file.write_text(file.read_text() * 2)
+    assert count_work(run) == {"parameters": 10}
 
 
 # Losses
