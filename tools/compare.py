@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from runtime.cli.output import aligned, printable
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from tools import plot
-from trainer.run.directory import Run, surviving_sessions
+from trainer.run.directory import Run, Session, surviving_sessions
 from trainer.run.resume import FREE_SETTINGS
 
 if TYPE_CHECKING:
@@ -105,6 +106,18 @@ def main(config: CompareConfig) -> None:
         print(f"curves: {printable(str(out))}")
 
 
+def describe_changes(sessions: Sequence[Session], name: str) -> str | None:
+    """Return a fact of sessions, such as `torch`; if it changed, all its values with their first steps."""
+    changes = [next(same) for _, same in groupby(sessions, key=attrgetter(name))]
+    values = [getattr(session, name) for session in changes]
+    if len(changes) < 2:
+        return values[0] if values else None
+    return ", ".join(
+        f"{value} from step {session.step + 1}" if number else str(value)
+        for number, (session, value) in enumerate(zip(changes, values, strict=True))
+    )
+
+
 class ComparedRun:
     """A run as it is on disk. Raise ConfigError if it is not a run directory, or damaged.
 
@@ -124,15 +137,8 @@ class ComparedRun:
         self.rows = {row["step"]: row for row in run.metrics() if row["step"] > begin}
         sessions = surviving_sessions(sessions, self.completed_steps())
         self.validation_text = sessions[-1].validation_text if sessions else None
-        changes = [next(same) for _, same in groupby(sessions, key=lambda session: session.code)]
-        codes = [
-            f"{session.code} from step {session.step + 1}" if i else session.code for i, session in enumerate(changes)
-        ]
-        self.settings: dict[str, Any] = run.settings | {
-            "mixed_precision": sessions[-1].mixed_precision if sessions else None,
-            "torch": sessions[-1].torch if sessions else None,
-            "code": ", ".join(map(str, codes)),
-        }
+        facts = {name: describe_changes(sessions, name) for name in ("mixed_precision", "torch", "code")}
+        self.settings: dict[str, Any] = run.settings | facts
 
     @cached_property
     def parent(self) -> "ComparedRun | None":

@@ -138,15 +138,20 @@ def test_other_code_precision_or_torch_is_another_configuration(fact, tmp_path, 
         assert (first["seeds"], second["seeds"], second["configuration"]) == ("2", "2", f"{name} {value}")
 
 
-def test_run_resumed_under_other_code_has_both(tmp_path):
+@pytest.mark.parametrize("fact", ["code", "torch", "mixed_precision"])
+def test_run_resumed_under_another_fact_has_both(fact, tmp_path):
+    def of(step, value):
+        return start(step) | {fact: value}
+
     starts = {
-        "aaaaaaaaaaaa": [start(), start(10), start(30, code="b")],  # the last session found the run complete
-        "aaaaaaaaaaaa, b from step 21": [start(), start(20, code="b")],
-        "": [],
+        "a": [of(0, "a"), of(10, "a"), of(30, "b")],  # the last session found the run complete
+        "a, b from step 21": [of(0, "a"), of(20, "b")],
+        "a, b from step 11, a from step 21": [of(0, "a"), of(10, "b"), of(20, "a")],
+        None: [],
     }
     for name, sessions in starts.items():
         run = fake_run(tmp_path / f"run {name}", rows_of(val=[3.0, 2.0, 1.0]), starts=sessions)
-        assert ComparedRun(run).settings["code"] == name
+        assert ComparedRun(run).settings[fact] == name
 
 
 def test_label_omits_settings_that_change_nothing(tmp_path, capsys):

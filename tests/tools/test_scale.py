@@ -224,6 +224,13 @@ def test_ladder_refuses_runs_of_another_config_file(simulated_runs, tmp_path, mo
         LadderTrainer(simulated_runs, tmp_path / "law")
 
 
+def test_ladder_refuses_runs_of_another_torch(simulated_runs, tmp_path, monkeypatch):
+    LadderTrainer(simulated_runs, tmp_path / "law")
+    monkeypatch.setattr("tools.scale.command.version", lambda name: "1.0.0")
+    with pytest.raises(ConfigError, match="has runs of another ladder .torch '.*' there, '1.0.0' now"):
+        LadderTrainer(simulated_runs, tmp_path / "law")
+
+
 def test_ladder_refuses_runs_of_several_precisions(simulated_runs, tmp_path):
     """The script of --launch has changed; what it does is known from the sessions of its runs alone."""
     trainer, (first, last) = LadderTrainer(simulated_runs, tmp_path / "law"), build_ladder([16], [400, 800], range(1))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,9 @@ class Variant:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the settings, code, launch and inputs: variants with equal digests train the same."""
+        """Hash of the settings, code, launch, inputs and torch's version: equal digests train the same."""
         shared = {name: value for name, value in self.settings.items() if is_shared(name)}
-        facts = [shared, self.code_hash, self.launch.identity, self.inputs]
+        facts = [shared, self.code_hash, self.launch.identity, self.inputs, version("torch")]
         return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     def config_file(self, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,7 @@ class LadderTrainer:
         self.settings = ("--micro_batch_size", str(micro_batch_size), *words)
         self.runner = JobRunner(config.jobs or (1 if config.launch else None))
         self.runner.code = code_hash()
-        common = {"arguments": config.arguments, "precision": self.launch.precision}
+        common = {"arguments": config.arguments, "precision": self.launch.precision, "torch": version("torch")}
         check_same_ladder(out_dir, common | {"code": self.runner.code, "config": sha256(CONFIG)})
 
     def train(self, runs: "Iterable[LadderRun]") -> "list[Measurement]":

@@ -6,14 +6,16 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPException
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
+from subprocess import DEVNULL
+from tempfile import TemporaryFile
+from time import monotonic, sleep
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -25,14 +27,15 @@ from tqdm import tqdm
 from model.hf import exported_family
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
-from runtime.distributed.signals import Preempted
+from runtime.distributed.signals import Preempted, StopSignal
 from runtime.files import write_atomically
 from runtime.json_objects import finite_or_null
 from trainer.checkpoint.identity import ROOT
 from trainer.run.directory import Run
 from trainer.run.metrics_log import read_rows
 
-STOPPING_SECONDS = 10  # how long a run that was stopped by a signal waits for its tracker
+STOPPING_SECONDS = 10  # how long a run waits for its tracker after a stop signal
+POLL_SECONDS = 0.2  # between looks at the stop signal
 CONNECTING_SECONDS = 5  # how long W&B's server may take to answer before the run is logged offline
 
 
@@ -73,6 +76,16 @@ def build_tracker(config: TrainConfig, run: Run) -> "Tracker | None":
 def is_disabled_by_environment() -> bool:
     """Return whether WANDB_MODE turns W&B off; wandb.init ignores it, because it is given a mode."""
     return os.environ.get("WANDB_MODE", "").lower() == "disabled"
+
+
+def wait_until(is_done: Callable[[], bool], deadline: float) -> bool:
+    """Wait for `is_done()` until the time `deadline`, or STOPPING_SECONDS after a stop signal; return its value."""
+    is_stopping = False
+    while not (done := is_done()) and monotonic() < deadline:
+        if StopSignal.received and not is_stopping:
+            is_stopping, deadline = True, min(deadline, monotonic() + STOPPING_SECONDS)
+        sleep(POLL_SECONDS)
+    return done
 
 
 class Tracker(GeneralTracker):
@@ -125,19 +138,19 @@ class Tracker(GeneralTracker):
     def finish(self, failure: BaseException | None = None) -> None:
         """Return when everything is written; `failure` is the exception that ended the run, if any.
 
-        It returns after a timeout too, with the export of the model, since other processes, or a scheduler that stops
-        the run, are waiting.
+        It returns after a timeout too, with the export of the model, since other processes are waiting, and soon after
+        a stop signal, since a scheduler is.
         """
         if self.is_finished:
             return
         self.is_finished = True
+        start = monotonic()
         seconds = STOPPING_SECONDS if isinstance(failure, Preempted) else 0.75 * self.config.timeout_seconds
-        deadline = monotonic() + seconds
         if failure is None and self.config.tracking.log_model:
             self._log_model()
         last = self._submit(lambda: self.run.finish(failure is not None))  # runs after all queued actions
-        if not wait([last], max(0.0, deadline - monotonic())).done:
-            say(f"{self.name} has not finished after {seconds:g} s; metrics.jsonl has everything.")
+        if not wait_until(last.done, start + seconds):
+            say(f"{self.name} has not finished after {monotonic() - start:.0f} s; metrics.jsonl has everything.")
 
     def _start(self) -> None:
         *_, session = read_rows(self.directory / "sessions.jsonl")
@@ -190,15 +203,18 @@ class Tracker(GeneralTracker):
         if not folder.exists():
             # In a process of its own, so that training does not depend on what an export imports.
             command = [sys.executable, str(ROOT / "export.py"), str(checkpoint), str(folder)]
-            limit = self.config.timeout_seconds / 2  # the other processes wait for this one
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=limit)
-            except subprocess.TimeoutExpired:
-                say(f"The model is not logged: its export took more than {limit:g} s (timeout_seconds)")
-                return
-            if done.returncode:  # the run has finished nevertheless
-                say(f"The model is not logged: {done.stderr.strip().rpartition('error: ')[2]}")
-                return
+            start, limit = monotonic(), self.config.timeout_seconds / 2  # the other processes wait for this one
+            with TemporaryFile("w+") as errors:
+                export = subprocess.Popen(command, stdout=DEVNULL, stderr=errors, start_new_session=True)
+                if not wait_until(lambda: export.poll() is not None, start + limit):
+                    export.kill()
+                    export.wait()
+                    say(f"The model is not logged: its export had not ended after {monotonic() - start:.0f} s")
+                    return
+                errors.seek(0)
+                if export.returncode:  # the run has finished nevertheless
+                    say(f"The model is not logged: {errors.read().strip().rpartition('error: ')[2]}")
+                    return
         metadata = {"step": manifest.step, **finite_or_null(manifest.metrics), **manifest.provenance}
         self._submit(lambda: self.run.log_model(folder, metadata))
 

@@ -55,6 +55,13 @@ def test_digest_covers_code_inputs_and_settings():
     assert variant.changed(others).digest == variant.digest
 
 
+def test_digest_covers_version_of_torch(monkeypatch):
+    """An upgrade changes the bits of losses, so runs from before it are not those of the same variant."""
+    before = make_variant().digest
+    monkeypatch.setattr("tools.experiment.variant.version", lambda name: "1.0.0")
+    assert make_variant().digest != before
+
+
 def test_digest_covers_launch(tmp_path):
     script = tmp_path / "launch.sh"
     script.write_text("fp32")

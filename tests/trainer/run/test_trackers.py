@@ -313,16 +313,39 @@ def test_log_model_exports_at_end_and_tolerates_failure(failure, tracked, tmp_pa
     assert (message in capsys.readouterr().out) == (failure is None)
 
 
-def test_export_and_tracker_share_the_time_limit(tracked, monkeypatch):
+def test_export_and_tracker_share_the_time_limit(tracked, monkeypatch, capsys):
     """The other processes wait for both."""
-    clock, limits = [0.0], []
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    clock, blocked = [0.0], threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock())
+    monkeypatch.setattr(trackers.WandbRun, "finish", lambda *_: blocked.wait())
     monkeypatch.setattr(trackers, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(trackers, "sleep", lambda seconds: clock.append(clock.pop() + 1))
     monkeypatch.setattr(trackers.Tracker, "_log_model", lambda self: clock.append(clock.pop() + 14))
-    monkeypatch.setattr(trackers, "wait", lambda futures, limit: limits.append(limit) or SimpleNamespace(done=True))
     with tracked("--tracking.wandb", "offline", "--tracking.log_model", "true", "--timeout_seconds", "30"):
         pass
-    assert limits == [0.75 * 30 - 14]
+    blocked.set()
+    assert "wandb has not finished after 23 s; metrics.jsonl has everything.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_exporting", [False, True])
+def test_signal_ends_the_wait_for_a_tracker_or_an_export(is_exporting, tracked, tmp_path, monkeypatch, capsys):
+    """Both may take hundreds of seconds, and a scheduler kills a job after some."""
+    blocked = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock())
+    monkeypatch.setattr(trackers.WandbRun, "finish", lambda *_: blocked.wait())
+    monkeypatch.setattr(trackers, "STOPPING_SECONDS", 0.1)
+    if is_exporting:
+        (tmp_path / "export.py").write_text("import time; time.sleep(600)")
+        monkeypatch.setattr(trackers, "ROOT", tmp_path)
+        newest = {tmp_path / "step-00000002": None}
+        monkeypatch.setattr(trackers.Run, "manifests", lambda _: newest)
+    more = ["--tracking.log_model", "true"] * is_exporting
+    with tracked("--tracking.wandb", "offline", "--timeout_seconds", "100000", *more):
+        monkeypatch.setattr(trackers.StopSignal, "received", True)
+    blocked.set()
+    shown = capsys.readouterr().out
+    assert "wandb has not finished after 0 s; metrics.jsonl has everything.\n" in shown
+    assert ("The model is not logged: its export had not ended after 0 s\n" in shown) == is_exporting
 
 
 @pytest.mark.parametrize(
