@@ -271,7 +271,7 @@ class JobRunner:
                 continue
             del self._running[job]
             reason = self._overdue.pop(job, "")
-            if exit_code == 0:
+            if exit_code == 0 and job.is_finished():  # a launch script with a pipe ends with 0 after a failure, too
                 self._record_finished(job)
                 yield job
                 continue
@@ -319,10 +319,10 @@ class JobRunner:
                     print(f"{job.run.path}: killed, because it did not stop", file=sys.stderr)
                     kill_with_children(run.process.pid)
                 time.sleep(POLL_SECONDS)
-            if exit_code:
-                self.outcomes[job] = "stopped"
-            else:
+            if exit_code == 0 and job.is_finished():
                 self._record_finished(job)
+            else:
+                self.outcomes[job] = "stopped"
         self._running.clear()
 
     def _record_finished(self, job: Job) -> None:

@@ -66,6 +66,8 @@ if how == "is refused":
     os._exit(2)
 ends = {"fails": ("failed", 1, "NonFiniteError: the loss is nan", "non_finite")}
 ends["fills the disk"] = "failed", 1, "any words", "disk_full"
+ends["fails before a pipe"] = "failed", 0, "NonFiniteError: the loss is nan", "non_finite"
+ends["stops before a pipe"] = "preempted", 0
 ends["fails under a launcher"] = "preempted", 1
 ends["is killed under a launcher"] = "running", 1
 ends["loses a process"] = "failed", 1, "any words", "lost_process"
@@ -137,6 +139,7 @@ def test_train_skips_finished_runs_unless_restarted(run):
     ("how", "message"),
     [
         ("fails", "NonFiniteError: the loss is nan"),
+        ("fails before a pipe", "NonFiniteError: the loss is nan"),
         ("is refused", "optimizer.lr: x must be a non-negative number"),
         ("dies", "ended by SIGKILL; out of memory?"),
     ],
@@ -150,13 +153,17 @@ def test_train_failed_run_stops_the_others(how, message, run):
 
 
 def test_train_without_until_failure_continues(run):
+    """A launch script with a pipe ends with exit code 0 whatever happened."""
     found = JobRunner(2)
-    found.train([run("bad", "fails"), run("signalled", "fails under a launcher"), run("good")], until_failure=False)
-    assert {job.run.path.name: outcome for job, outcome in found.outcomes.items()} == {
-        "bad": "failed",
-        "signalled": "stopped",
-        "good": "finished",
+    ends = {
+        "fails": "failed",
+        "fails before a pipe": "failed",
+        "fails under a launcher": "stopped",
+        "stops before a pipe": "stopped",
+        "at once": "finished",
     }
+    found.train([run(how, how) for how in ends], until_failure=False)
+    assert {job.run.path.name: outcome for job, outcome in found.outcomes.items()} == ends
 
 
 def test_train_full_disk_raises_run_error(run):
