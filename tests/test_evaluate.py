@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     for name, tokenizer in (("corpus", "byte"), ("other", "train:300")):
         prepare = f"--source {folder}/input.txt --tokenizer {tokenizer} --validation tail:0.3"
         python(f"python -m data.prepare {prepare} --num_workers 1 --out {folder}/{name}")
-    text = f"--data.source text --data.path {folder}/corpus --data.num_samples 1000 --seq_len 32 --steps 3"
+    text = f"--data.source text --data.path {folder}/corpus --seq_len 32 --steps 3"
     train(*TINY_STORIES, *text.split(), "--evaluation.every", "3", "--out_dir", folder, "--name", "run")
     export.main(ExportConfig(run=str(folder / "run"), out=str(folder / "export")))
     return folder
@@ -185,7 +185,7 @@ def test_data_settings_of_other_code_are_refused(made, tmp_path):
 
 
 def test_text_run_prints_samples_at_every_evaluation(made, tmp_path):
-    text = f"--data.source text --data.path {made}/corpus --data.num_samples 1000 --seq_len 24 --steps 4"
+    text = f"--data.source text --data.path {made}/corpus --seq_len 24 --steps 4"
     shown = "--evaluation.every 2 --checkpoint.every 2 --evaluation.num_logged_generations 2"
     shown += " --evaluation.temperature 0.7"
     done = train(*TINY_STORIES, *text.split(), *shown.split(), "--out_dir", tmp_path, "--name", "run", processes=2)

@@ -84,7 +84,7 @@ def test_prepare_and_training_without_file_modes(tmp_path, num_workers):
     run(*command, "--num_workers", num_workers, preamble=NO_MODES)
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["train"]["documents"] > 100
     if num_workers == 1:
-        arguments = f"--steps 2 --data.source text --data.path {tmp_path / 'out'} --data.num_samples 1000"
+        arguments = f"--steps 2 --data.source text --data.path {tmp_path / 'out'}"
         arguments += f" --evaluation.num_samples null --out_dir {tmp_path} --name run"
         code = f"{NO_MODES}import runpy, sys; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
         done = forked.run("-c", [code, *TINY_STORIES, *arguments.split()], 0, environment())

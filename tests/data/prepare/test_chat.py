@@ -801,7 +801,7 @@ def runs(folder, tmp_path_factory):
     """Runs `run` (one process, stopped and resumed) and `two` (two processes); their corpus is deleted."""
     runs = tmp_path_factory.mktemp("runs")
     corpus = shutil.copytree(folder / "chatml", runs / "corpus")
-    of_conversations = f"--data.source text --data.path {corpus} --data.num_samples 1000 --exact true --steps 4"
+    of_conversations = f"--data.source text --data.path {corpus} --exact true --steps 4"
     arguments = [*TINY_STORIES, *of_conversations.split(), "--evaluation.num_samples", "null", "--out_dir", runs]
     train(*arguments, "--name", "run", "--stop_after", "2", exit_code=75)
     shutil.rmtree(runs / "run" / "tokenizer")  # as if the run had not stored it

@@ -1,11 +1,14 @@
 """Resolving returns new configs; every open setting is filled in once."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from model.config import GPTConfig
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
+from runtime.config.paths import expand_user_path
 from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES
 from trainer.run.resolve import resolve
@@ -97,3 +100,11 @@ def test_stored_model_keeps_given_settings():
     resolved = with_stored_model(config, stored)
     assert resolved.model.n_layers == 2 and resolved.init_hash == "abc"
     assert with_stored_model(parse_config(["--init_from", "x"]), stored).model.n_layers == 5
+
+
+@pytest.mark.parametrize("path", ["", "~nobody-of-this-name/x", "$HOME/x"])
+def test_path_that_names_no_file_is_refused(path):
+    """As in `--out "$UNSET"`, which would write into the current directory."""
+    with pytest.raises(ConfigError, match="^out: "):
+        expand_user_path("out", path)
+    assert expand_user_path("out", "a$b") == Path("a$b")

@@ -175,6 +175,8 @@ def test_every_setting_is_documented(capsys):
             ["schedule.batch_warmup_from: 16 is not a multiple of micro_batch_size * processes = 3 * 1", "15 or 18"],
         ),
         (["--model.vocab_size", "null"], ["model.vocab_size", "random"]),
+        (["--model.window", "9", "--model.window_pattern", "LS", "--model.n_layers", "2"], ["model.window: 9 has no"]),
+        (["--model.window", "9", "--model.n_layers", "1"], ["model.window: 9 has no effect", "none of 1 layers"]),
         (["--name", "a/b"], ["name", "a/b", "out_dir"]),
         (["--name", ".."], ["name", "..", "out_dir"]),
         (["--name", ""], ["name: '' must be a non-empty string"]),
