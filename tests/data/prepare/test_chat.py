@@ -746,7 +746,7 @@ def settings_for(*arguments):
 
 
 def test_conversations_switch_packing_to_isolated(folder, tmp_path):
-    config = settings_for("--data.path", folder / "chatml", "--data.num_samples", 1000)
+    config = settings_for("--data.path", folder / "chatml")
     corpus = load_corpus(config)
     assert corpus.fill_in(config).data.packing == "isolated" and "position_ids" in corpus.train[0]
     assert "targets are the answers alone" in corpus.notes["conversations"]
