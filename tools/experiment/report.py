@@ -446,18 +446,22 @@ def round_lines(entry: dict[str, Any], race: dict[str, Any]) -> list[str]:
         known = [percent(idea["effect"]), interval(idea), *[size] * changes_code]
         known += [verdict_text(idea), number(idea["q"], ".2g")]
         is_best_arm = idea["arm_of"] not in seen
-        name = idea["idea"] if is_best_arm else f"    {idea['idea'].removeprefix(idea['arm_of']).strip()}"
+        name = idea["idea"] if is_best_arm else f"    {idea['idea'].removeprefix(idea['arm_of']).strip() or '[x1]'}"
         seen.add(idea["arm_of"])
         table.append([label(name), *known, str(idea["runs"]), str(idea["failed"] or ""), *costs])
     lines += ["", *aligned(table)]
     for idea in entry["ideas"]:
-        if idea["edge"] and idea["verdict"] != "worse":
-            lines.append(f"at the edge: {idea['idea']}: {idea['edge']}; a wider --tune may find a better one")
         if idea["message"] and idea["verdict"] != "refused":
             has_failed = idea["runs"] and idea["verdict"] != "withdrawn"
             lines.append(f"{'failed' if has_failed else 'out'}: {idea['idea']}: {idea['message']}")
         lines += work_lines(idea)
         lines += [f"warning: {idea['idea']}: {warning}" for warning in idea["warnings"]]
+    at_edges: dict[str, list[str]] = {}
+    for idea in entry["ideas"]:
+        if idea["edge"] and idea["verdict"] != "worse":
+            at_edges.setdefault(idea["edge"], []).append(label(idea["arm_of"]))
+    for edge, names in at_edges.items():
+        lines.append(f"at the edge: {edge}; a wider --tune may find a better one: {'; '.join(names)}")
     best_arms = {idea["arm_of"]: idea for idea in reversed(entry["ideas"])}
     for name, idea in best_arms.items():
         lines += [f"why: {name}: {idea['why']}"] if idea["why"] else []

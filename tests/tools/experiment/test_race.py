@@ -1083,6 +1083,9 @@ def test_idea_is_compared_at_its_own_best_rate(experiments):
     assert ideas["ideas"][0]["effect"] == pytest.approx(-0.1, abs=0.02)
     assert ideas["ideas"][0]["edge"] == "optimizer.lr x0.5 is the lowest of its grid"
     assert all(arm["edge"] is None for arm in ideas["ideas"][1:])
+    assert "\nat the edge: optimizer.lr x0.5 is the lowest of its grid; a wider --tune may" in experiments.report(
+        json=False
+    )
     assert experiments.race(idea, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2) == result and not experiments.started()
     # On new seeds, best against best.
     confirmed = experiments.confirm(*RATE)
