@@ -60,11 +60,18 @@ def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
             raise ConfigError(f"ideas: {name}: {problem}")
         if config.data_seed is None:
             check_targets(baseline, variants[name])
-    factors = config.factors
+        for size in config.factors:
+            try:
+                scale_parameters(variants[name], size, variants["baseline"])
+            except ConfigError as error:
+                raise ConfigError(f"sizes: {name}: {error}") from None
     test_seed = open_experiment(folder, recipe, baseline, "confirm")
     runs = Runs(folder, variants["baseline"], jobs, test_seed, config.metric)
     equal = {name: runs.equalize(variant, config.equal) for name, variant in variants.items()}
-    sizes = {size: {name: scale_parameters(variant, size) for name, variant in equal.items()} for size in factors}
+    sizes = {
+        size: {name: scale_parameters(variant, size, equal["baseline"]) for name, variant in equal.items()}
+        for size in config.factors
+    }
     if missing := missing_runs(config, runs, sizes):
         train(config, runs, missing, baseline)
 

@@ -86,7 +86,8 @@ def plan(
     try:
         variants = resolve(config, recipe, runs, ideas)
         changes.append(Change(TWICE, runs, [scale_steps(one, STEPS) for one in variants], margin))
-        changes.append(Change(LARGER, runs, [scale_parameters(one, PARAMETERS) for one in variants], margin))
+        larger = [scale_parameters(one, PARAMETERS, variants[0]) for one in variants]
+        changes.append(Change(LARGER, runs, larger, margin))
     except (ConfigError, RunError) as error:
         print(f"reach: {error}", file=sys.stderr)
     try:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
@@ -394,24 +395,43 @@ def scale_steps(variant: Variant, factor: float) -> Variant:
     return variant.changed(changes) if factor != 1 else variant
 
 
-def scale_parameters(variant: Variant, factor: float) -> Variant:
+def scale_parameters(variant: Variant, factor: float, baseline: Variant) -> Variant:
     """Return the variant with `factor` times the parameters in its blocks, and tokens in proportion.
 
     Width, feed-forward width and number of heads grow with the square root, so heads keep their size; depth stays, and
-    the learning rate falls with the width as in tools/scale/recipe.py.
+    the learning rate falls with the width as in tools/scale/recipe.py. Heads are whole, so the width grows by somewhat
+    more or less than the square root. It grows as that of the baseline, or the idea would be compared with another
+    width.
+
+    Raises:
+        ConfigError: the heads of the variant would not be whole.
     """
     if factor == 1:
         return variant
     settings, widening = variant.settings, math.sqrt(factor)
-    queries_per_key = settings["model.n_heads"] // (settings["model.n_kv_heads"] or settings["model.n_heads"])
-    heads = queries_per_key * max(1, round(widening * settings["model.n_heads"] / queries_per_key))
     changes = {
-        "model.n_heads": heads,
-        "model.d_model": settings["model.d_model"] // settings["model.n_heads"] * heads,
         "model.d_ff": WIDTH_STEP * round(widening * settings["model.d_ff"] / WIDTH_STEP),
         "optimizer.lr": settings["optimizer.lr"] * widening**LR_POWER,
     }
-    if settings["model.n_kv_heads"]:
-        changes["model.n_kv_heads"] = heads // queries_per_key
+    for name, growth in growth_of_width(baseline, widening).items():
+        if value := settings[name]:
+            if (growth * value).denominator != 1:
+                raise ConfigError(
+                    f"{name}: {value} cannot grow {float(growth):.4g} times, as the width of the baseline does at "
+                    f"{factor:g} times the parameters; a square number of times, such as 4, suits all ideas"
+                )
+            changes[name] = int(growth * value)
     larger = replace(variant.changed(changes), flops_per_token=factor * variant.flops_per_token)
     return scale_steps(larger, factor)
+
+
+def growth_of_width(baseline: Variant, widening: float) -> dict[str, Fraction]:
+    """Return by how much the width and the heads of all variants grow, where those of the baseline stay whole."""
+    settings = baseline.settings
+    heads, width = settings["model.n_heads"], settings["model.d_model"]
+    queries_per_key = heads // (settings["model.n_kv_heads"] or heads)
+    larger = queries_per_key * max(1, round(widening * heads / queries_per_key))
+    of_heads = Fraction(larger, heads)
+    # The width is no multiple of the heads if model.head_dim is given.
+    of_width = Fraction(width // heads * larger, width)
+    return {"model.d_model": of_width, "model.n_heads": of_heads, "model.n_kv_heads": of_heads}

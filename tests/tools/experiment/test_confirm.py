@@ -183,6 +183,11 @@ def test_damaged_race_is_no_obstacle(experiments):
         ([A], {"sizes": "1,x"}, "sizes: '1,x' must be numbers of at least 1"),
         ([A], {"sizes": "0.5"}, "sizes: "),
         ([A], {"sizes": ""}, "sizes: "),
+        (
+            ["--model.n_kv_heads 1"],
+            {"sizes": "1,2"},
+            "sizes: --model.n_kv_heads 1: model.n_kv_heads: 1 cannot grow 1.5 times, as the width of the baseline does",
+        ),
         ([A, "--config", "absent.yaml"], {}, "config: absent.yaml: No such file or directory"),
     ],
 )

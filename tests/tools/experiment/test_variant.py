@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -234,7 +235,8 @@ def test_costs_are_those_of_the_initial_model(tmp_path):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 2), (12, 4, 2), (16, 4, 2), (4, None, 2), (4, 1, 4)])
 def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
-    larger = scale_parameters(make_variant(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads}), size).settings
+    baseline = make_variant(**{"model.n_heads": heads, "model.n_kv_heads": kv_heads})
+    larger = scale_parameters(baseline, size, baseline).settings
     kv = larger["model.n_kv_heads"]
     assert (kv is None) == (kv_heads is None) and larger["model.n_heads"] % (kv or 1) == 0
     assert kv is None or larger["model.n_heads"] // kv == heads // kv_heads
@@ -243,6 +245,47 @@ def test_scale_parameters_keeps_queries_per_key(heads, kv_heads, size):
     assert larger["model.d_ff"] == pytest.approx(64 * size**0.5, abs=4) and larger["model.d_ff"] % 8 == 0
     assert larger["optimizer.lr"] == pytest.approx(1 / size**0.5), "inversely proportional to the width"
     assert larger["steps"] == 400 * size
+
+
+@pytest.mark.parametrize(
+    ("size", "idea", "expected"),
+    [
+        (2, {}, (96, 6, None)),
+        (3, {}, (112, 7, None)),
+        (2, {"n_kv_heads": 2}, (96, 6, 3)),
+        (2, {"n_kv_heads": 1}, "model.n_kv_heads: 1 cannot grow 1.5 times"),
+        (2, {"n_heads": 2}, (96, 3, None)),
+        (3, {"n_heads": 2}, "model.n_heads: 2 cannot grow 1.75 times"),
+        (3, {"n_heads": 1}, "model.n_heads: 1 cannot grow 1.75 times"),
+        (4, {"n_heads": 1}, (128, 2, None)),
+        (4, {"n_heads": 6, "head_dim": 16}, (128, 12, None)),
+        (2, {"n_heads": 6, "head_dim": 16}, (96, 9, None)),
+        (2, {"d_model": 96}, (144, 6, None)),
+        (2, {"d_model": 96, "n_heads": 12}, (144, 18, None)),
+        (3, {"d_model": 66, "n_heads": 6, "head_dim": 11}, "model.d_model: 66 cannot grow 1.75 times"),
+    ],
+)
+def test_scale_parameters_widens_all_variants_as_the_baseline(size, idea, expected):
+    """The baseline is 64 wide with 4 heads of 16; heads of all variants keep their size."""
+    baseline = make_variant(**{"model.head_dim": None})
+    variant = baseline.changed({f"model.{name}": value for name, value in idea.items()})
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            scale_parameters(variant, size, baseline)
+        return
+    larger = {
+        name: scale_parameters(variant, size, baseline).settings[f"model.{name}"]
+        for name in ("d_model", "n_heads", "n_kv_heads", "head_dim")
+    }
+    assert (larger["d_model"], larger["n_heads"], larger["n_kv_heads"]) == expected
+    before = GPTConfig(vocab_size=16, **{"d_model": 64, "n_heads": 4} | idea)
+    assert GPTConfig(vocab_size=16, **larger).resolved_head_dim == before.resolved_head_dim
+
+
+def test_scale_parameters_of_a_width_that_is_no_multiple_of_the_heads():
+    baseline = make_variant(**{"model.d_model": 60, "model.n_heads": 8, "model.head_dim": 16})
+    larger = scale_parameters(baseline, 2, baseline).settings
+    assert (larger["model.d_model"], larger["model.n_heads"], larger["model.head_dim"]) == (77, 11, 16)
 
 
 def test_scale_steps_scales_schedule_samples_and_tokens():
