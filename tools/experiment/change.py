@@ -38,6 +38,7 @@ OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quoteP
 # change, because the evaluator counts the sequences of a whole run.
 DATA_FOLDER, ORDER_FILE = "data/", "data/sampler.py"
 ATTRIBUTES_FILE = ".gitattributes"  # with one, git would write the same blobs of other files differently
+MODES_OF_FILES = {"100644", "100755", "000000"}  # 000000: it is removed; the others are links and submodules
 SEED_WORDS = re.compile(r"seed|default_rng|RandomState|\bRandom\b")
 SEEDING_CALLS = {"manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"}
 PATCH_SUFFIXES = (".patch", ".diff")
@@ -173,13 +174,16 @@ def first_line(header: str) -> str:
 def check_changes(text: str, base: str, commit: str) -> None:
     """Raise ConfigError if the losses of changed code would mean something else, with what to write instead.
 
-    The data must be the baseline's, except for ORDER_FILE. Random numbers must come from the seed of a run.
+    The data must be the baseline's, except for ORDER_FILE. Random numbers must come from the seed of a run. Every
+    changed path is a file: a link may lead out of the checkout, which this process reads outside of the sandbox.
     """
     # By blobs, whatever a diff would show: renamed files are listed by both names, and no name is escaped.
-    names = git("diff-tree", "-r", "-z", "--no-renames", "--name-only", base, commit).split("\0")
-    for name in filter(None, names):
-        problem = ""
-        if Path(name).name == ATTRIBUTES_FILE:
+    fields = git("diff-tree", "-r", "-z", "--no-renames", "--raw", base, commit).split("\0")
+    for facts, name in zip(fields[::2], fields[1::2], strict=False):  # behind the last one is an empty field
+        problem, mode = "", facts.split()[1]  # ":100644 120000 ..."
+        if mode not in MODES_OF_FILES:
+            problem = "which is a link or a submodule; add the file itself"
+        elif Path(name).name == ATTRIBUTES_FILE:
             problem = "which decides the bytes that git writes for other files; leave it out"
         elif name.startswith(DATA_FOLDER) and name != ORDER_FILE:
             problem = f"so its losses would mean something else; of {DATA_FOLDER} an idea may change only {ORDER_FILE}"
@@ -343,8 +347,8 @@ def lines_to_read(diff: str) -> list[str]:
                 found.append(f"{line.file}:{line.number}: {', '.join(reasons)}: {text[:MAX_LINE]}")
     for part in re.split(r"^(?=diff --git )", diff, flags=re.MULTILINE):
         name = re.match(r"diff --git .* b/(.*)", part)
-        if name and re.search(r"^(GIT binary patch|new file mode 120000|new mode)", part, re.MULTILINE):
-            found.append(f"{name[1]}: binary, link or mode")
+        if name and re.search(r"^(GIT binary patch|new mode)", part, re.MULTILINE):
+            found.append(f"{name[1]}: binary or mode")
     return found
 
 
@@ -437,8 +441,9 @@ class Checkouts(ExitStack):
             git("read-tree", str(commit), **index)
             git("checkout-index", "--all", f"--prefix={folder}/", **index)
             HASHES_OF_CHECKOUTS[folder] = file_hashes(folder)
-            for file in HASHES_OF_CHECKOUTS[folder]:
-                (folder / file).chmod((folder / file).stat().st_mode & ~0o222)
+            for file in map(folder.joinpath, HASHES_OF_CHECKOUTS[folder]):
+                if not file.is_symlink():
+                    file.chmod(file.stat().st_mode & ~0o222)
             self.folders[commit] = folder
         return self.folders[commit]
 
@@ -457,9 +462,16 @@ def check_checkout(folder: Path) -> None:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of each file in a folder, by its name; Python's own copies of compiled code do not count."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
+    """Return the hash of each file in a folder, by its name; Python's own copies of compiled code do not count.
+
+    A link is hashed by its target, which may be any file of this machine and is neither read nor changed.
+    """
+    hashes = {}
+    for path in folder.rglob("*"):
+        if path.parent.name != "__pycache__" and (path.is_symlink() or path.is_file()):
+            content = b"link to " + os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+            hashes[str(path.relative_to(folder))] = sha256(content).hexdigest()
+    return hashes
 
 
 def git(*arguments: str, **environment: str) -> str:

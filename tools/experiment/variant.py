@@ -193,8 +193,8 @@ class Recipe:
                     given = {name: value for name, value in given.items() if not name.startswith("data.")} | self.data
                 given |= dict(self.settings)
                 requests.setdefault(code, {})[index] = given
-            except ConfigError as error:
-                found[index] = error
+            except Exception as error:
+                found[index] = start_error(error)
         num_checked = len(found)
 
         def say_checked(index: int) -> None:
@@ -239,7 +239,10 @@ class Recipe:
             max_silence=lambda: MAX_CHECK_SECONDS,
             TMPDIR=str(self.checkouts.parent),
         )
-        own_hash = code_hash(code)
+        try:
+            own_hash = code_hash(code)
+        except Exception as error:
+            return dict.fromkeys(requests, start_error(error))
         return {
             index: self._variant(answer, code, own_hash, code != baseline, given)
             for answer, (index, given) in zip(answers, requests.items(), strict=False)  # fewer after a stop signal
@@ -265,7 +268,7 @@ class Recipe:
                 return RunError(f"does not start: {variant.parameters} parameters, {variant.flops} FLOPs")
             return variant
         except Exception as error:  # whatever the code answers
-            return RunError(f"does not start: {describe_error(error)}")
+            return start_error(error)
 
 
 def given_settings(words: Sequence[str], code: Path, config_files: dict[Path, str]) -> dict[str, Any]:
@@ -332,6 +335,13 @@ def last_error(done: subprocess.CompletedProcess[str], code: Path) -> str:
     in_code = [(Path(file), line) for file, line in frames if Path(file).is_relative_to(code)]
     in_code = [(file.relative_to(code), line) for file, line in in_code if "site-packages" not in file.parts]
     return f"{line} ({in_code[-1][0]}:{in_code[-1][1]})" if in_code else line
+
+
+def start_error(error: Exception) -> ConfigError | RunError:
+    """Return the error of a variant that could not be resolved: whatever its code or files cause, others race on."""
+    if isinstance(error, ConfigError):
+        return error
+    return RunError(f"does not start: {describe_error(error)}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -51,7 +51,8 @@ class Launch:
         if None not in (self.precision, self.processes):
             return [self.precision, self.processes]
         files = [Path(word) for word in self.command[1:]]
-        contents = [sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+        # Unlike Path.is_file of Python 3.11, isfile raises nothing for a word that is too long for a path.
+        contents = [sha256(file.read_bytes()).hexdigest() for file in files if os.path.isfile(file)]
         return [self.precision, self.processes, *self.command, *contents]
 
 

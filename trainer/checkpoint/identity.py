@@ -3,6 +3,7 @@
 Every session writes them into sessions.jsonl and its checkpoints. Resuming, replaying and comparing runs read them.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,8 @@ def _named_files(root: Path, words: set[str], quoted: set[str]) -> set[Path]:
     folders = [folder for folder in root.iterdir() if folder.name in words - NOT_READ_BY_CODE and folder.is_dir()]
     names = [name for name in quoted if not name.startswith(("/", ".")) and not name.endswith((*NOT_CODE, ".py"))]
     names = [name for name in names if Path(name).parts[0] not in NOT_READ_BY_CODE]
-    return {file for folder in (root, *folders) for name in names if (file := folder / name).is_file()}
+    # Unlike Path.is_file of Python 3.11, isfile raises nothing for a text that is too long for a path.
+    return {file for folder in (root, *folders) for name in names if os.path.isfile(file := folder / name)}
 
 
 @cache  # a sweep hashes the same code before every run

@@ -182,6 +182,32 @@ def test_data_files_of_change(file, line, problem, repository):
     assert f"changes {file}, " in str(error.value)
 
 
+@pytest.mark.parametrize("file", ["model/a table.bin", "data/sampler.py"])
+def test_idea_adds_no_link(file, repository, tmp_path):
+    """Neither as a patch nor as a branch; a baseline may have links, and an idea may remove them."""
+    path = repository.root / file
+    path.parent.mkdir()
+    path.symlink_to("/proc/self/mem")
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "a link")
+    (tmp_path / "link.patch").write_text(repository("show"))
+    repository("checkout", "--quiet", "HEAD^")
+    for text in ("main", str(tmp_path / "link.patch")):
+        with pytest.raises(ConfigError, match=f"changes {file}, which is a link or a submodule; add the file itself"):
+            parse_idea(text)
+    repository("checkout", "--quiet", "main")
+    repository("rm", "--quiet", file)
+    repository("commit", "--quiet", "--message", "no link")
+    assert parse_idea("HEAD").files == {file}
+
+
+def test_idea_adds_no_submodule(repository):
+    repository("update-index", "--add", "--cacheinfo", f"160000,{change.head_commit()},model/other")
+    repository("commit", "--quiet", "--message", "x")
+    with pytest.raises(ConfigError, match="changes model/other, which is a link or a submodule"):
+        parse_idea("HEAD")
+
+
 @pytest.mark.parametrize(
     ("line", "is_refused"),
     [
@@ -262,7 +288,6 @@ def test_lines_to_read_of_change(repository):
         file.write_text("import os\n")
     files["model.py"].write_text("\n".join(LINES) + "\n")
     files["new.bin"].write_bytes(bytes(range(256)))
-    (repository.root / "link.py").symlink_to("model.py")
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     found = parse_idea("HEAD").lines_to_read
@@ -271,10 +296,8 @@ def test_lines_to_read_of_change(repository):
     ]
     assert [line for line in found if line.startswith("model.py")] == expected
     others = [line for line in found if not line.startswith("model.py")]
-    assert "conf.yaml:1: not Python: import os" in others and "new.bin: binary, link or mode" in others
-    assert "link.py: binary, link or mode" in others and not [
-        line for line in others if "tests" in line or "notes" in line
-    ]
+    assert "conf.yaml:1: not Python: import os" in others and "new.bin: binary or mode" in others
+    assert not [line for line in others if "tests" in line or "notes" in line]
 
 
 def test_lines_of_hunks_may_look_like_headers():
@@ -378,6 +401,26 @@ def test_changed_files_of_checkouts_are_found(how, repository):
             file.write_text("print(3)\n")
         with pytest.raises(RunError, match=f"{file}: the code has changed since it was checked out"):
             change.check_checkout(folder)
+
+
+def test_links_of_checkouts_are_not_followed(repository, tmp_path):
+    """Links of the baseline, and those that the code of an idea puts in place of a file."""
+    (tmp_path / "mine").write_text("before")
+    for name, target in (("mine.bin", tmp_path / "mine"), ("memory.bin", "/proc/self/mem"), ("nothing", "no/such")):
+        (repository.root / name).symlink_to(target)
+    repository("add", ".")
+    repository("commit", "--quiet", "--message", "links")
+    with Checkouts() as checkouts:
+        folder = checkouts.folder(change.head_commit())
+        assert (tmp_path / "mine").stat().st_mode & 0o200, "the file of the user stays writable"
+        (tmp_path / "mine").write_text("after")
+        change.check_checkout(folder)
+        for name, target in (("mine.bin", tmp_path / "other"), ("train.py", "/proc/self/mem")):
+            (folder / name).unlink()
+            (folder / name).symlink_to(target)
+            with pytest.raises(RunError, match=f"{name}: the code has changed"):
+                change.check_checkout(folder)
+            repository("checkout-index", "--force", f"--prefix={folder}/", name)
 
 
 @pytest.mark.parametrize("error", [None, ConfigError("x"), KeyboardInterrupt()])

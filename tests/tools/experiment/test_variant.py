@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -18,7 +19,8 @@ from model.gpt import GPTModel
 from model.hf import to_transformers
 from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, TINY_STORIES
-from tools.experiment import runs, variant_program
+from tests.tools.experiment.conftest import FAKE
+from tools.experiment import change, runs, variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
     Recipe,
@@ -125,6 +127,26 @@ def test_variants_of_one_code_are_resolved_together_and_each_has_its_result(expe
     assert both.settings["model.effect_one"] == 0.7 and (baseline.tokens, baseline.flops) == (480, 480 * 6000)
     assert [one.changes_code for one in (baseline, short, patched, changed)] == [False, False, True, True]
     assert baseline.code_hash == short.code_hash and len({one.code_hash for one in (short, patched, changed)}) == 3
+
+
+def test_whatever_an_idea_raises_others_have_their_results(experiments, patches):
+    """A path with a zero byte, and a name of a file that is no text."""
+    (experiments.root / "kernels").mkdir()
+    for name in (b"__init__.py", b"\xff.cu"):
+        Path(os.fsdecode(os.fsencode(experiments.root / "kernels") + b"/" + name)).write_text("")
+    experiments.root.joinpath("train.py").write_text(FAKE + "import kernels\n")
+    patches.git("checkout", "--quiet", "-b", "names")
+    patches.git("add", ".")
+    patches.git("commit", "--quiet", "--message", "x")
+    patches.git("checkout", "--quiet", "main")
+    nul = patches.write("nul.patch", "# 1\n", "# 1\nx = 1\n", header="Settings: --config a\0b\n\n")
+    ideas = [parse_idea(text) for text in ("--steps 50", nul, "names", "names --steps 5")]
+    with Checkouts() as checkouts:
+        found = Recipe(change.head_commit(), [], Launch(), checkouts).variants([[], *([idea] for idea in ideas)])
+    baseline, short, *failed = found
+    assert (baseline.steps, short.steps) == (100, 50)
+    assert [type(error) for error in failed] == [RunError] * 3
+    assert all(str(error).startswith("does not start: ") for error in failed), failed
 
 
 def test_tokens_of_a_run_count_all_processes():

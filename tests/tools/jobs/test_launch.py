@@ -38,6 +38,11 @@ def test_launch_by_python_inherits_precision(program, monkeypatch):
     assert Launch.parse(f"{sys.executable} -m accelerate.commands.launch").precision == "no"
 
 
+def test_identity_covers_words_that_are_too_long_for_a_path():
+    identities = [Launch.parse(f"bash -c '{300 * 'x'} {word}'").identity for word in "aab"]
+    assert identities[0] == identities[1] != identities[2]
+
+
 @pytest.mark.parametrize(("launch", "problem"), [("'python", "cannot be parsed"), ("no-such-program x", "on the PATH")])
 def test_launch_refuses_unusable_command(launch, problem):
     with pytest.raises(ConfigError, match=f"launch: .*{problem}"):

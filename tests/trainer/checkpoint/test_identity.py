@@ -43,6 +43,11 @@ def test_code_hash_covers_training_code(tree):
         before = code_hash(tree)
 
 
+def test_long_text_in_quotes_is_no_file(tmp_path):
+    (tmp_path / "train.py").write_text(f"text = '{300 * 'x'}.y'")
+    assert list(training_code(tmp_path)) == [tmp_path / "train.py"]
+
+
 def append(file, line):
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as source:
