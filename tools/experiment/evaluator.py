@@ -1,9 +1,10 @@
-"""Evaluates finished runs with the code of the baseline. Prints a JSON object for each run.
+"""Evaluates finished runs with the code of the baseline. Prints a number and a JSON object for each run.
 
     python -m tools.experiment.evaluator BASELINE_CODE < requests
 
-A request is a line of JSON: see `request` in tools/experiment/runs.py. All runs, those of the baseline too, are
-evaluated here in the same way, in float32 (on a GPU in its own arithmetic). Five principles make a loss hard to fake:
+A request is a number and an object of JSON on a line: see `request` in tools/experiment/runs.py. All runs, those of the
+baseline too, are evaluated here in the same way, in float32 (on a GPU in its own arithmetic). Five principles make a
+loss hard to fake:
 
 1. The test data did not exist when the model was trained. Generated data are drawn with a seed that no run was given;
    of a text corpus, they are sequences on which no run evaluates. So nothing that a model keeps can be the answers.
@@ -21,8 +22,10 @@ A check can be evaded by code that knows it: the report lists the lines to read 
 import copy
 import functools
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -38,10 +41,11 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from tools.experiment import sandbox
-from tools.experiment.variant_program import hash_sequences
+from tools.experiment.variant_program import answer_stream, hash_sequences
 
 LOGIT_BYTES = 2**28  # maximum size of the logits of a batch
 HASHED_AT_ONCE = 256  # sequences
+MAX_ERROR_BYTES = 2**16  # of the end of what the code of a variant prints on stderr
 # Differences between the two evaluations of a log-probability, in nats: rounding in another batch is below these.
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 1e-2, 1e-4
 PROGRAM = Path(__file__).with_name("variant_program.py")
@@ -60,13 +64,8 @@ class Model:
         command = [sys.executable, str(PROGRAM), code, "logits", str(theirs.fileno())]
         if hidden:
             command = sandbox.command(command, map(Path, hidden), map(Path, [code, *runs]), network=False)
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdout=sys.stderr,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - until a crash nobody reads, so a pipe could fill up
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=sys.stderr, stderr=self.errors)
         theirs.close()
 
     def load(self, run: str) -> None:
@@ -95,13 +94,15 @@ class Model:
             raise self._crash() from None
 
     def _crash(self) -> Crash:
-        printed = self.process.communicate()[1]
-        return Crash(next(iter(printed.strip().splitlines()[-1:]), f"exit code {self.process.returncode}"))
+        exit_code = self.process.wait()
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERROR_BYTES))
+        printed = self.errors.read().decode(errors="replace")
+        return Crash(next(iter(printed.strip().splitlines()[-1:]), f"exit code {exit_code}"))
 
     def close(self) -> None:
         """End the process."""
         self.connection.close()
-        self.process.communicate()
+        self.process.wait()
 
 
 # Data
@@ -324,9 +325,12 @@ def check_manifests(hashes: dict[str, str]) -> None:
 def main() -> None:
     """Evaluate the runs that stdin requests, in their order."""
     loaded: dict[str, Data] = {}
-    for code, requests in groupby(map(json.loads, sys.stdin), key=itemgetter("code")):
+    answers = answer_stream()
+    lines = [line.partition(" ") for line in sys.stdin]
+    numbers = iter([number for number, _, _ in lines])
+    for code, requests in groupby([json.loads(request) for _, _, request in lines], key=itemgetter("code")):
         for answer in evaluate_code(code, list(requests), loaded):
-            print(json.dumps(answer), flush=True)
+            print(next(numbers), json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

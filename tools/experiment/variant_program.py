@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import torch as safetensors
@@ -32,11 +32,19 @@ MAX_COUNTED_POSITIONS = 128  # of the sequence whose FLOPs are counted
 # Settings and costs
 
 
-def resolve(baseline: str) -> int:
-    """Answer each line of stdin, an object of settings by `section.name`, by an object on a line of stdout.
+def answer_stream() -> TextIO:
+    """Return stdout for answers alone: what the code or a library prints from now on goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # in order with the errors, whose last line is reported
+    return answers
 
-    It has `settings`, all of them; `parameters`, `flops_per_token`, and `warnings`, such as checks of verify.py that
-    the model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
+
+def resolve(baseline: str) -> int:
+    """Answer each line of stdin, a number and an object of settings by `section.name`, by the number and an object.
+
+    The object has `settings`, all of them; `parameters`, `flops_per_token`, and `warnings`, such as checks of verify.py
+    that the model fails. Or it has `refused`, the message of wrong settings, or `crash`, another error with its place.
     """
     # The checks are those of the baseline; what they import is of the variant.
     checks = ModuleType("trainer.checks")
@@ -45,10 +53,12 @@ def resolve(baseline: str) -> int:
 
     from runtime.config.errors import ConfigError
 
+    answers = answer_stream()
     for line in sys.stdin:
+        number, _, settings = line.partition(" ")
         try:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
-                config.write(line)  # JSON is YAML
+                config.write(settings)  # JSON is YAML
                 config.flush()
                 answer = describe(config.name)
                 if sys.path[0] != baseline:
@@ -64,7 +74,7 @@ def resolve(baseline: str) -> int:
                 if frame.filename.startswith(root)
             ]
             answer = {"crash": f"{type(error).__name__}: {error}" + (f" ({places[-1]})" if places else "")}
-        print(json.dumps(answer), flush=True)
+        print(number, json.dumps(answer), file=answers, flush=True)
     return 0
 
 

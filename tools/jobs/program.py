@@ -11,13 +11,15 @@ from typing import Any
 
 from tools.jobs import runner
 
+MAX_ERROR_BYTES = 2**16  # of the end of what a program prints on stderr
+
 
 def run_program(
     command: Sequence[str],
     text: str,
     folder: Path | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-    answered: Callable[[str], None] = lambda line: None,
+    answered: Callable[[str], bool] = lambda line: False,
     max_silence: Callable[[], float] = lambda: math.inf,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
@@ -30,8 +32,8 @@ def run_program(
         text: its standard input.
         folder: in which it runs; None: that of this process.
         is_stopped: whether a stop signal was received.
-        answered: called with each line of its output, as soon as it is printed.
-        max_silence: seconds without a line after which it is killed; its last error then says so.
+        answered: called with each line of its output, as soon as it is printed; returns whether it is an answer.
+        max_silence: seconds without an answer after which it is killed; its last error then says so.
         environment: variables besides those of this process.
     """
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
@@ -39,7 +41,7 @@ def run_program(
     with (
         tempfile.TemporaryFile("w+") as given,
         tempfile.NamedTemporaryFile("r", errors="replace") as output,
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        tempfile.TemporaryFile() as errors,
     ):
         given.write(text)
         given.seek(0)
@@ -61,8 +63,8 @@ def run_program(
                 lines = (printed.rpartition("\n")[2] + more).split("\n")[:-1]
                 printed += more
                 for line in lines:
-                    last_answer = time.monotonic()
-                    answered(line)
+                    if answered(line):
+                        last_answer = time.monotonic()
                 if has_ended or is_stopped():
                     break
                 if (seconds := time.monotonic() - last_answer) > max_silence():
@@ -73,8 +75,9 @@ def run_program(
             if process.poll() is None:
                 runner.kill_with_children(process.pid)
             exit_code = process.wait()
-        errors.seek(0)
-        return subprocess.CompletedProcess(command, exit_code, printed, problem or errors.read())
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERROR_BYTES))
+        error = problem or errors.read().decode(errors="replace")
+        return subprocess.CompletedProcess(command, exit_code, printed, error)
 
 
 def ask(
@@ -84,8 +87,9 @@ def ask(
     answered: Callable[[int], None] = lambda index: None,
     **options: Any,
 ) -> list[str | subprocess.CompletedProcess[str]]:
-    """Return the answer to each request, an object of JSON on a line, by a program that reads a request from each line.
+    """Return the answer to each request, an object of JSON, by a program that reads a request from each line.
 
+    A request follows its number and a space, and so does its answer: other lines that the program prints are none.
     Where the program ends or is silent for too long, the request that it was busy with has the ended process instead
     of an answer, and another process answers the others. After a stop signal the answers that there are come back.
 
@@ -98,13 +102,17 @@ def ask(
     """
     answers: list[str | subprocess.CompletedProcess[str]] = []
 
-    def read(line: str) -> None:
-        if line.startswith("{") and len(answers) < len(requests):
-            answers.append(line)
+    def read(line: str) -> bool:
+        number, _, answer = line.partition(" ")
+        is_answer = number == str(len(answers)) and answer.startswith("{") and len(answers) < len(requests)
+        if is_answer:
+            answers.append(answer)
             answered(len(answers) - 1)
+        return is_answer
 
+    numbered = [f"{number} {request}\n" for number, request in enumerate(requests)]
     while len(answers) < len(requests) and not is_stopped():
-        text = "".join(request + "\n" for request in requests[len(answers) :])
+        text = "".join(numbered[len(answers) :])
         done = run_program(command, text, is_stopped=is_stopped, answered=read, **options)
         if len(answers) < len(requests) and not is_stopped():
             answers.append(done)

@@ -151,7 +151,8 @@ if what == "train":
     sys.exit(train.main(file, words))
 import json
 for line in sys.stdin:
-    print(json.dumps(train.resolve(json.loads(line))), flush=True)
+    number, _, settings = line.partition(" ")
+    print(number, json.dumps(train.resolve(json.loads(settings))), flush=True)
 """
 
 

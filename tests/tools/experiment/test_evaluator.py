@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -167,11 +168,10 @@ from tools.experiment import evaluator
 requests, run_other_code = sys.argv[1:]
 
 class Popen:
-    def __init__(self, command, pass_fds, **_):
-        self.errors, theirs = os.pipe()
+    def __init__(self, command, pass_fds, stderr, **_):
         self.pid = os.fork()
         if self.pid == 0:
-            os.dup2(theirs, 2)
+            os.dup2(stderr.fileno(), 2)
             os.closerange(3, pass_fds[0]), os.closerange(pass_fds[0] + 1, 1000)
             sys.argv = ["-c", *command[1:]]
             try:
@@ -179,18 +179,16 @@ class Popen:
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        os.close(theirs)
 
     def kill(self):
         if not hasattr(self, "returncode"):
             os.kill(self.pid, 9)
 
-    def communicate(self):
-        printed = open(self.errors).read()
+    def wait(self):
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return None, printed
+        return self.returncode
 
-evaluator.subprocess = SimpleNamespace(Popen=Popen, PIPE=None)
+evaluator.subprocess = SimpleNamespace(Popen=Popen)
 sys.stdin = open(requests)
 evaluator.main()
 """
@@ -225,10 +223,12 @@ def train_with(code, folder, trick):
 
 def evaluate(requests, folder):
     file = folder / "requests"
-    file.write_text("\n".join(map(json.dumps, requests)))
+    file.write_text("\n".join(f"{number} {json.dumps(request)}" for number, request in enumerate(requests)))
     done = forked.run("-c", [EVALUATE, str(file), RUN_OTHER_CODE], 0, environment())
     assert done.returncode == 0, done.stderr
-    return list(map(json.loads, done.stdout.splitlines()))
+    numbers, answers = zip(*(line.split(" ", 1) for line in done.stdout.splitlines()), strict=True)
+    assert numbers == tuple(map(str, range(len(requests))))
+    return list(map(json.loads, answers))
 
 
 @pytest.fixture(scope="module", params=[QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
@@ -352,6 +352,36 @@ def test_each_sequence_that_is_read_is_recorded_once():
     assert one["input_ids"].tolist() == [5, 7] and len(three["input_ids"]) == 3
     five, *others = torch.cat(hashes).tolist()
     assert [found == five for found in others] == [True, False, True]
+
+
+# Answers each batch by logits, after printing a line of 1,000 characters on the descriptor sys.argv[4].
+PRINTING_PROGRAM = """
+import os, sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[3]))
+while True:
+    os.write(int(sys.argv[1]), b"activations " + 1000 * b"x" + b"\\n")
+    if connection.recv_bytes() == b"end":
+        sys.exit("IndexError: x")
+    connection.send_bytes(b"logits")
+"""
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_code_may_print_while_it_is_evaluated(descriptor, monkeypatch, tmp_path):
+    """More than a pipe holds; the reason of a crash is still its last line."""
+    (tmp_path / "program.py").write_text(PRINTING_PROGRAM)
+    monkeypatch.setattr(evaluator, "PROGRAM", tmp_path / "program.py")
+    monkeypatch.setattr(sys, "stderr", open(tmp_path / "stderr", "w"))
+    model = evaluator.Model(str(descriptor))
+    for _ in range(200):
+        model.connection.send_bytes(b"a batch")
+        assert model.connection.poll(60), "it waits until somebody reads what it has printed"
+        assert model.connection.recv_bytes() == b"logits"
+    model.connection.send_bytes(b"end")
+    with pytest.raises(evaluator.Crash, match="^IndexError: x$"):
+        model.log_probs({"input_ids": torch.ones(1, 2)}, torch.ones(1, 1))
+    model.close()
 
 
 def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from model.hf import to_transformers
 from runtime.config.errors import ConfigError, RunError
 from tests.conftest import ROOT, TINY_STORIES
 from tests.tools.experiment.conftest import FAKE
-from tools.experiment import change, runs, variant_program
+from tools.experiment import change, evaluator, runs, variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
     Recipe,
@@ -147,6 +148,41 @@ def test_whatever_an_idea_raises_others_have_their_results(experiments, patches)
     assert (baseline.steps, short.steps) == (100, 50)
     assert [type(error) for error in failed] == [RunError] * 3
     assert all(str(error).startswith("does not start: ") for error in failed), failed
+
+
+def prints(result):
+    """Return a function that prints what looks like answers, as Python and as a library in C do; it returns these."""
+
+    def function(*_):
+        print('{"debug": "the model is built"}\n0 {"debug": 1}')
+        os.write(1, b'{"loss": 0}\n')
+        os.system("""echo '0 {"loss": 0}'""")
+        return result
+
+    return function
+
+
+@pytest.mark.parametrize("program", ["resolve", "evaluate"])
+def test_prints_of_code_are_no_answers(program, monkeypatch, tmp_path):
+    """Neither those of a model while it is checked, nor those of the data of the baseline in an evaluation."""
+    monkeypatch.setattr(variant_program, "describe", prints({"warnings": []}))
+    monkeypatch.setattr(evaluator, "evaluate_code", lambda _, requests, __: map(prints({"warnings": []}), requests))
+    if not (child := os.fork()):
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT), descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
+        sys.stdin = io.StringIO("".join(f'{number} {{"code": "x"}}\n' for number in (3, 4, 5)))
+        sys.path[0] = str(ROOT)
+        try:
+            variant_program.resolve(str(ROOT)) if program == "resolve" else evaluator.main()
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    answers = (tmp_path / "stdout").read_text().splitlines()
+    assert answers == [f'{number} {{"warnings": []}}' for number in (3, 4, 5)], (tmp_path / "stderr").read_text()
 
 
 def test_tokens_of_a_run_count_all_processes():
@@ -344,6 +380,7 @@ def test_checks_are_those_of_the_baseline(monkeypatch):
     """A variant cannot change the checks that it must pass."""
     monkeypatch.setitem(sys.modules, "trainer.checks", None)  # is restored afterwards
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(variant_program, "answer_stream", io.StringIO)
     assert variant_program.resolve(str(ROOT)) == 0
     (folder,) = sys.modules["trainer.checks"].__path__
     assert (Path(folder) / "verification.py").samefile(ROOT / "trainer" / "checks" / "verification.py")
