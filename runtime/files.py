@@ -54,13 +54,15 @@ def read_user_text(setting: str, path: Path) -> str:
     """Return the text of a file that a user wrote, without the byte order mark that some editors put before UTF-8.
 
     Raises:
-        ConfigError: it is not UTF-8; the message names `setting` and the file.
+        ConfigError: it cannot be read, or is not UTF-8; the message names `setting` and the file.
     """
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
         if b"\0" in content:  # UTF-16, whose ASCII letters are valid UTF-8
             raise ValueError("it has zero bytes, as UTF-16 does")
         return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{setting}: {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{setting}: {str(path)!r} is not a text in UTF-8: {error}; save it as UTF-8") from None
 

@@ -106,19 +106,32 @@ class Idea:
 
 
 def idea_texts(arguments: Iterable[str]) -> list[str]:
-    """Return the text of each idea; a folder stands for the patches in it, a text file for an idea in each line."""
+    """Return the text of each idea; a folder stands for the patches in it, a text file for an idea in each line.
+
+    Raises:
+        ConfigError: a folder or a text file cannot be read.
+    """
     texts = []
     for argument in arguments:
         is_path = not argument.startswith("--") and argument.strip() not in ("", ".")
         path = expand_user_path("idea", argument) if is_path else Path()
-        if is_path and path.is_dir():
-            texts += [shlex.quote(str(file)) for file in sorted(path.iterdir()) if is_patch(file)]
-        elif path.suffix == ".txt" and path.is_file():
+        # Unlike the methods of Path in Python 3.11, these raise nothing for a text that is too long for a path.
+        if is_path and os.path.isdir(path):
+            texts += [shlex.quote(str(path / name)) for name in names_in(path) if is_patch(path / name)]
+        elif path.suffix == ".txt" and os.path.isfile(path):
             lines = [line.strip() for line in read_user_text("idea", path).splitlines()]
             texts += [line for line in lines if line and not line.startswith("#")]
         else:
             texts.append(argument)
     return texts
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the sorted names of what is in a folder of ideas."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise ConfigError(f"idea: {str(folder)!r} cannot be read: {error.strerror}") from None
 
 
 def parse_idea(text: str) -> Idea:
@@ -354,7 +367,7 @@ def lines_to_read(diff: str) -> list[str]:
 
 def is_patch(file: Path) -> bool:
     """Return whether a file is a patch; files that macOS writes on other file systems (`._NAME`) are not."""
-    return file.suffix in PATCH_SUFFIXES and not file.name.startswith("._") and file.is_file()
+    return file.suffix in PATCH_SUFFIXES and not file.name.startswith("._") and os.path.isfile(file)
 
 
 def head_commit() -> str | None:
@@ -371,7 +384,7 @@ def resolve_commits(code: str) -> tuple[str, str]:
     head = git("rev-parse", "HEAD")
     if code == ".":
         return head, commit_on(head, "add", "--update", "--", ".")
-    if (patch := expand_user_path("idea", code)).is_file():
+    if os.path.isfile(patch := expand_user_path("idea", code)):
         return head, commit_on(head, "apply", "--cached", str(patch.resolve()))
     try:
         commit = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{code}^{{commit}}")
@@ -478,7 +491,7 @@ def git(*arguments: str, **environment: str) -> str:
     """Run git in this repository, in a separate session so that Ctrl-C reaches tools.experiment alone.
 
     Raises:
-        ConfigError: git fails, with its message, or is not installed.
+        ConfigError: git fails, with its message, is not installed, or cannot be started with arguments of this length.
     """
     try:
         done = subprocess.run(
@@ -490,6 +503,8 @@ def git(*arguments: str, **environment: str) -> str:
         )
     except FileNotFoundError:
         raise ConfigError("idea: git is not installed") from None
+    except OSError as error:
+        raise ConfigError(f"idea: git {arguments[0]} cannot be started: {error.strerror}") from None
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip() or "no error message"
         raise ConfigError(f"git {arguments[0]} fails: {message}")

@@ -45,7 +45,7 @@ def main(config: ConfirmConfig) -> None:
 
 def confirm(config: ConfirmConfig, recipe: Recipe, jobs: JobRunner) -> list[str]:
     """Train the variants, save the table and return it as lines."""
-    named = {text: parse_idea(text) for text in idea_texts(config.ideas)}
+    named = {text: parse_idea(text) for text in recipe.until_stopped(idea_texts(config.ideas))}
     baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
     folder = experiment_folder(config, recipe, baseline)
     ideas = [*{idea.key: idea for idea in named.values()}.values()] or newest_stack(folder)

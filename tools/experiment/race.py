@@ -15,12 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from runtime.config.errors import ConfigError, RunError
+from runtime.config.paths import expand_user_path
 from runtime.files import write_atomically
 from tools.experiment import change, reach, report, sandbox, verdicts
 from tools.experiment.baseline import (
@@ -76,7 +76,8 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         raise ConfigError('idea: name at least one, before other options; quote settings: "--model.mlp relu2"')
     if config.note is not None and len(idea_texts(config.ideas)) > 1:
         raise ConfigError("note: is for a single idea; write it above the first diff of each patch")
-    named = {text: parse_idea(text) for text in idea_texts(config.ideas) if text in config.ideas}
+    texts = [text for text in idea_texts(config.ideas) if text in config.ideas]
+    named = {text: parse_idea(text) for text in recipe.until_stopped(texts)}
     if any(idea.diff for idea in named.values()) and (problem := sandbox.problem()):
         print(f"the code of ideas runs without a sandbox, read it first: {problem}", file=sys.stderr)
     if config.note is not None:
@@ -122,6 +123,8 @@ class Race:
         """The arms of each idea by its text and the time of its file; [] if it is refused. Each is read once."""
         self.messages: dict[tuple[str, int], str] = {}
         """Why an idea is refused, by the same."""
+        self.listed: dict[str, list[str]] = {text: [text] for text in named}
+        """The texts of the ideas that each argument of the command stands for, as they could last be read."""
         self.named = {text: file_time(text) for text in named}
         """When the files of the command's arguments were read; a later change of them is another race."""
         self.present: set[str] = set()
@@ -189,11 +192,12 @@ class Race:
         """Return the keys of ideas that are to be checked in the open round; folders may have new ones at any time.
 
         A patch or line that is removed withdraws its idea, and a changed file replaces it, also for a command that
-        resumes. A wrong idea is named and does not race.
+        resumes. A wrong idea is named and does not race. After a signal raise SystemExit.
         """
         arms: list[Idea] = []
-        refused: dict[str, str] = {}
-        for text in idea_texts(self.config.ideas):
+        refused = self.read_arguments()
+        texts = [text for argument in self.config.ideas for text in self.listed[argument]]
+        for text in self.recipe.until_stopped(texts):
             version = text, self.named.get(text, file_time(text))
             if version not in self.texts:
                 self.texts[version] = []
@@ -216,6 +220,22 @@ class Race:
         seen = (seen - {*self.round.withdrawn}) | {*self.record.same, *self.round.out}
         new = [arm.key for arm in arms if arm.key not in seen]
         return list(dict.fromkeys([*(key for key in self.round.unchecked if key in self.present), *new]))
+
+    def read_arguments(self) -> dict[str, str]:
+        """Read again which ideas the arguments stand for; return why one cannot be read, whose earlier ideas stay."""
+        refused = {}
+        for argument in self.config.ideas:
+            try:
+                texts = idea_texts([argument])
+                if texts == [argument] and argument not in self.named:
+                    raise ConfigError(f"idea: {argument!r} is not there any more")
+                self.listed[argument] = texts
+            except ConfigError as error:
+                refused[argument] = str(error)
+                self.listed.setdefault(argument, [])
+                if self.record.refused.get(argument) != str(error):
+                    print(f"refused: {error}; its earlier ideas race on", file=sys.stderr)
+        return refused
 
     def withdraw(self) -> None:
         """Withdraw the ideas of the open round that are not present; an idea that has joined stays in the baseline."""
@@ -592,7 +612,7 @@ def races_on(finding: Finding) -> bool:
 
 def file_time(text: str) -> int:
     """Return when the patch that an idea names was last changed, in nanoseconds; 0 if it names none."""
-    with suppress(ConfigError):
-        file = Path(next(iter(split_words(text)), "")).expanduser()
+    with suppress(ConfigError, OSError):  # OSError: it has just been removed
+        file = expand_user_path("idea", next(iter(split_words(text)), ""))
         return file.stat().st_mtime_ns if is_patch(file) else 0
     return 0  # `parse_idea` refuses it

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -17,7 +17,7 @@ from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -49,6 +49,7 @@ WIDTH_STEP = 8  # a scaled model.d_ff is a multiple of this
 PROGRAM = Path(__file__).with_name("variant_program.py")
 MAX_CHECK_SECONDS = 600.0  # of one idea: it imports torch, and many may do so at once
 
+T = TypeVar("T")
 Answer = str | subprocess.CompletedProcess[str]
 """A line of JSON, or the process that ended without one."""
 
@@ -173,6 +174,13 @@ class Recipe:
         """The commit and the settings of all runs, for a reader."""
         return f"{(self.commit or 'this folder')[:12]} {' '.join(self.words)}"
 
+    def until_stopped(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items, each of which takes about a second of work; after a stop signal raise SystemExit."""
+        for item in items:
+            if self.is_stopped():
+                raise_stopped()
+            yield item
+
     def variants(self, stacks: Iterable[Sequence[Idea]]) -> list["Variant | ConfigError | RunError"]:
         """Return the variant with each sequence of ideas, or why there is none.
 
@@ -182,7 +190,7 @@ class Recipe:
         stacks = [tuple(stack) for stack in stacks]
         found: dict[int, Variant | ConfigError | RunError] = {}
         requests: dict[Path, dict[int, dict[str, Any]]] = {}
-        for index, stack in enumerate(stacks):
+        for index, stack in self.until_stopped(enumerate(stacks)):
             try:
                 code = self.checkouts.folder(change.merge(self.commit, stack))
                 given = given_settings(self.words, code, self.config_files)

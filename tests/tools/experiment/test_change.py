@@ -85,6 +85,31 @@ def test_long_settings_are_no_file_name():
     assert idea_texts([settings]) == [settings]
 
 
+def test_long_text_is_no_file_name(repository):
+    """Nor are the settings behind a branch."""
+    text = f"other --x {300 * 'y'}"
+    assert idea_texts([text]) == [text] and parse_idea(text).files == {"mine.py"}
+    with pytest.raises(ConfigError, match="is not a git branch or commit here"):
+        parse_idea(f"{300 * 'y'}.patch")
+
+
+def test_text_too_long_for_git_is_refused(repository):
+    with pytest.raises(ConfigError, match="git show cannot be started: Argument list too long"):
+        change.git("show", 10**7 * "y")
+
+
+@pytest.mark.parametrize("name", ["ideas", "ideas.txt"])
+def test_unreadable_ideas_are_named(name, tmp_path, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).mkdir() if name == "ideas" else (tmp_path / name).write_text("--x 1")
+    monkeypatch.setattr(change.os, "listdir", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(ConfigError, match=f"idea: '{tmp_path / name}' cannot be read: Permission denied"):
+        idea_texts([str(tmp_path / name)])
+
+
 def test_folders_and_text_files_stand_for_several_ideas(repository, tmp_path):
     folder = tmp_path / "ideas"
     folder.mkdir()

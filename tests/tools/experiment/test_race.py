@@ -317,6 +317,48 @@ def test_ideas_join_a_running_race(experiments):
     assert experiments.errors.count("refused: ': idea: \"'\" cannot be parsed") == 1
 
 
+def test_file_of_ideas_that_cannot_be_read_changes_nothing(experiments):
+    """Each run of a race edits the file; what can be read again counts, and a wrong line is refused alone."""
+    file = experiments.lab / "ideas.txt"
+    file.write_text(f"{NOTHING}\n")
+    edits = [
+        "open(file, 'a').write('~nobody_here/x.patch\\n')",
+        "open(file, 'ab').write(b'# id\\xe9e\\n')",
+        "os.remove(file)",
+        "os.symlink('/proc/self/mem', file)",
+        f"os.remove(file) or open(file, 'w').write({f'{NOTHING}{chr(10)}{A}{chr(10)}~nobody_here/x.patch'!r})",
+    ]
+    experiments.hook(
+        f"file, edits = {str(file)!r}, {edits!r}\n"
+        "number = len(open(lab + '/started').readlines()) - 1\n"
+        "eval(edits[number]) if number < len(edits) else None"
+    )
+    result = experiments.race(str(file), jobs=1, runs=9)
+    assert min(by_idea(result, "runs")[idea] for idea in (A, NOTHING)) >= 1
+    assert [one["idea"] for one in result["refused"]] == ["~nobody_here/x.patch"]
+    for problem in ("is not a text in UTF-8", "is not there any more", "cannot be read: Input/output error"):
+        assert experiments.errors.count(problem) == 1, problem
+    assert report.WITHDRAWN not in experiments.errors
+
+
+@pytest.mark.parametrize("command", ["race of a file", "race", "confirm"])
+def test_stop_signal_is_seen_between_ideas(command, experiments, monkeypatch):
+    parsed, file = [], experiments.lab / "ideas.txt"
+    file.write_text("\n".join(texts := [A, B, NOTHING, WORSE]))
+
+    def parse_and_stop(text):
+        parsed.append(text)
+        if len(parsed) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return parse_idea(text)
+
+    for module in (race, confirm):
+        monkeypatch.setattr(module, "parse_idea", parse_and_stop)
+    run = experiments.confirm if command == "confirm" else experiments.race
+    run(*([str(file)] if command == "race of a file" else texts), error=SystemExit)
+    assert parsed == texts[:2] and "stopped by a signal" in experiments.errors and not experiments.started()
+
+
 def test_idea_is_withdrawn_by_removing_its_line(experiments):
     """In the middle of a race, and in a command that resumes; it comes back with its line and keeps its runs."""
     file = experiments.lab / "ideas.txt"

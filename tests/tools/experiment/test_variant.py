@@ -150,6 +150,15 @@ def test_whatever_an_idea_raises_others_have_their_results(experiments, patches)
     assert all(str(error).startswith("does not start: ") for error in failed), failed
 
 
+def test_stop_signal_is_seen_between_checkouts(monkeypatch):
+    merged = []
+    monkeypatch.setattr(change, "merge", lambda base, stack: merged.append(stack))
+    recipe = Recipe(None, [], Launch(), Checkouts(), is_stopped=lambda: len(merged) == 2)
+    with pytest.raises(SystemExit):
+        recipe.variants([()] * 9)
+    assert len(merged) == 2
+
+
 def prints(result):
     """Return a function that prints what looks like answers, as Python and as a library in C do; it returns these."""
 
