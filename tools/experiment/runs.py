@@ -258,9 +258,10 @@ class Runs:
 
     def _num_evaluated_at_once(self) -> int:
         """Return how many runs wait for one evaluation: four short ones, or a single one of minutes."""
-        if not self.elapsed:
+        seconds = sum(self.elapsed.values())
+        if not seconds:  # no run has ended yet, or the clock has not moved meanwhile
             return EVALUATED_AT_ONCE
-        tolerated_seconds = EVALUATION_START_SHARE * sum(self.elapsed.values()) / len(self.elapsed)
+        tolerated_seconds = EVALUATION_START_SHARE * seconds / len(self.elapsed)
         return min(EVALUATED_AT_ONCE, math.ceil(EVALUATION_START_SECONDS / tolerated_seconds))
 
     def _start(self, planned: Planned) -> Job:
