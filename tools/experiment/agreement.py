@@ -11,7 +11,6 @@ other seeds, which alone are compared, so that the choice of an arm by its loss 
 import json
 import math
 import sys
-import time
 from typing import Any
 
 from runtime.cli.output import aligned
@@ -66,12 +65,12 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
             print(f"{name}: {variant}", file=sys.stderr)
 
     # The best arm of each, by one run of each arm; then its runs with other seeds, one seed of all after another.
-    start_time = time.monotonic()
+    jobs.limit_minutes(config.minutes)
 
     def may_start(variant: Variant) -> bool:
         for one in arms[BASELINE]:
             runs.check_baseline(one, SEEDS_OF_CONFIRMATIONS)
-        return not runs.is_time_spent(start_time, config.minutes, variant)
+        return not runs.is_time_spent(variant)
 
     if config.grid:
         runs.train_in_order(((variant, TUNING_SEED) for some in arms.values() for variant in some), may_start)

@@ -5,7 +5,6 @@ The statistic is that of the race (verdicts.py), so more seeds may be added afte
 
 import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -172,7 +171,7 @@ def describe_time(runs: Runs, missing: list[Planned], baseline: Variant) -> str:
 
 def train(config: ConfirmConfig, runs: Runs, missing: list[Planned], baseline: Variant) -> None:
     """Train the missing runs, in their order, and print their time as soon as it is known."""
-    start_time = time.monotonic()
+    runs.jobs.limit_minutes(config.minutes)
     text = describe_time(runs, missing, baseline)
     print(f"confirm: {len(missing)} runs, {text or 'whose time is known after the first one'}", file=sys.stderr)
 
@@ -180,7 +179,7 @@ def train(config: ConfirmConfig, runs: Runs, missing: list[Planned], baseline: V
         nonlocal text
         if not text and (text := describe_time(runs, missing, baseline)):
             print(f"confirm: {len(missing)} runs, {text}", file=sys.stderr)
-        return not runs.is_time_spent(start_time, config.minutes, variant)
+        return not runs.is_time_spent(variant)
 
     runs.train_in_order(missing, may_start)
 

@@ -9,7 +9,6 @@ ideas or a larger budget uses the runs that are there.
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -116,7 +115,7 @@ class Race:
     ):
         self.config, self.recipe, self.baseline, self.jobs = config, recipe, baseline, jobs
         self.grid = config.grid
-        self.start_time = time.monotonic()
+        jobs.limit_minutes(config.minutes)
         self.texts: dict[tuple[str, int], list[Idea]] = {
             (text, file_time(text)): change.arms(idea, self.grid) for text, idea in named.items()
         }
@@ -408,7 +407,7 @@ class Race:
             return "nothing is left to train; the same command races new ideas"
         if self.config.runs and self.num_runs() >= self.config.runs:
             return f"--runs {self.config.runs} are trained"
-        if self.runs.is_time_spent(self.start_time, self.config.minutes):
+        if self.runs.is_time_spent():
             return f"--minutes {self.config.minutes:g} are over"
         if self.is_budget_spent():
             return "8 runs for each idea and 40 more are trained; --runs or --minutes continue it"
@@ -568,7 +567,7 @@ class Race:
         limit: float = self.config.runs or math.inf
         if not (self.config.runs or self.config.minutes):
             limit = RUNS_PER_IDEA * len(self.record.ideas) + MORE_RUNS
-        return self.num_runs() >= limit or self.runs.is_time_spent(self.start_time, self.config.minutes)
+        return self.num_runs() >= limit or self.runs.is_time_spent()
 
     def measure_reach(self) -> None:
         """Measure what was found elsewhere, if that is asked for or minutes are left."""
@@ -576,7 +575,7 @@ class Race:
             return
 
         def may_start(variant: Variant) -> bool:
-            is_late = self.runs.is_time_spent(self.start_time, self.config.minutes, variant)
+            is_late = self.runs.is_time_spent(variant)
             return not is_late and not (self.may_grow and self.unchecked_ideas())
 
         stack, changes = self.measured

@@ -27,7 +27,7 @@ from tools.experiment.variant import Variant, delivered_file, describe_error, la
 from tools.experiment.verdicts import Group
 from tools.jobs.program import ask
 from tools.jobs.runner import Job, JobRunner
-from trainer.run.directory import Run
+from trainer.run.directory import LOCK_FILE, Run
 
 # Settings that decide which sequences a run is trained and evaluated on, with those of `data`.
 BATCH_SETTINGS = {"steps", "micro_batch_size", "seq_len", "evaluation.num_samples", "evaluation.micro_batch_size"}
@@ -155,17 +155,16 @@ class Runs:
         """Return whether a run has ended with a loss or a failure."""
         return name in self.results and not self.results[name].is_stopped
 
-    def is_time_spent(self, start_time: float, minutes: float | None, variant: Variant | None = None) -> bool:
-        """Return whether a run would end more than `minutes` after a start.
+    def is_time_spent(self, variant: Variant | None = None) -> bool:
+        """Return whether a run would end later than the time of the command.
 
         It is judged by the longest one so far, or, if its variant is given, by its FLOPs.
         """
-        elapsed = time.monotonic() - start_time
         seconds = max(self.elapsed.values(), default=0.0)
         if variant:
             of_baseline = (self._typical_seconds() or 0.0) / self.baseline.flops
             seconds = variant.flops * max(self._seconds_per_flop, default=of_baseline)
-        return minutes is not None and elapsed + seconds > 60 * minutes
+        return time.monotonic() + seconds > self.jobs.end_time
 
     # Equal costs
 
@@ -283,6 +282,9 @@ class Runs:
         name = job.run.path.name
         outcome = self.jobs.outcomes.get(job)  # None: another process has trained it
         failure = self.jobs.failures[job] if outcome == "failed" else None  # not that of an earlier start
+        if outcome == "locked":
+            del self.pending[name]
+            return False
         if failure and not (failure.killed and job.is_finished()):  # one that is killed after its last step counts
             message, was_killed = failure.message or "ends with an error after its last step", failure.killed
         elif outcome == "stopped":
@@ -371,7 +373,9 @@ class Runs:
         for job in pending:
             if not job.is_finished():
                 variant, seed = self.pending[job.run.path.name]
-                parts.append(f"{self.label(variant, seed)}: step {job.run.newest_metrics()['step']} / {job.steps}")
+                step = f"step {job.run.newest_metrics()['step']} / {job.steps}"
+                held = f", another process holds {job.run.path / LOCK_FILE}" if job in self.jobs.waiting else ""
+                parts.append(f"{self.label(variant, seed)}: {step}{held}")
         parts += [f"{num_finished} to evaluate"] if num_finished else []
         if parts:
             print(f"runs: {'; '.join(parts)}", file=sys.stderr)

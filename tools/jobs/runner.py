@@ -28,7 +28,7 @@ from runtime.distributed.signals import signals_to_catch
 from runtime.files import open_no_link
 from runtime.machine.cores import available_cores
 from trainer.checkpoint.identity import code_hash
-from trainer.run.directory import Run, Status
+from trainer.run.directory import LOCK_FILE, Run, Status
 
 MIN_FREE_BYTES = 2**20  # with less, a run may be unable to write why it failed
 EXIT_STOPPED = 75  # of train.py, after a signal
@@ -130,9 +130,12 @@ class JobRunner:
         code: Hash of the sources; if given, no run starts once they have changed.
         threads: Threads of each run on a CPU. None: the cores, divided by the number of runs at the same time.
         deadline: Value of time.monotonic() at which runs save and stop.
-        overdue: Returns why a run fails that has trained for so many seconds and is killed; "" if it may continue.
+        end_time: Value of time.monotonic() at which the wait for runs of other processes ends.
+        overdue: Returns why a run fails that has trained for so many seconds and is killed, or that has waited so long
+            for the process that holds its lock; "" if it may continue.
+        waiting: Runs that wait for room or for the process that holds their lock, with the time when the wait began.
         stop_seconds: Time that runs have to save after a signal, before they are killed.
-        outcomes: "finished", "stopped" or "failed" of each run that has ended.
+        outcomes: "finished", "stopped" or "failed" of each run that has ended, "locked" of one whose wait has ended.
         seconds: CPU seconds of the processes of each run that has ended; on GPUs the time from start to end.
         starts: How often each run was started.
         failures: Why each failed run failed.
@@ -145,7 +148,7 @@ class JobRunner:
         self.show_output = False
         self.code: str | None = None
         self.threads: int | None = None
-        self.deadline = math.inf
+        self.deadline = self.end_time = math.inf
         self.overdue: Callable[[Job, float], str] = lambda job, seconds: ""
         self.stop_seconds = math.inf
         self.outcomes: dict[Job, str] = {}
@@ -153,6 +156,7 @@ class JobRunner:
         self.seconds: dict[Job, float] = {}
         self.starts: dict[Job, int] = {}
         self.signal = 0
+        self.waiting: dict[Job, float] = {}
         self._running: dict[Job, Started] = {}
         self._overdue: dict[Job, str] = {}
         self._num_sharing_cores = self.max_running
@@ -195,44 +199,67 @@ class JobRunner:
         deadline the runs in progress save and stop. `progress` is called several times a second. Raise the errors of
         `train`.
         """
-        source, waiting = iter(jobs), []
+        source, self.waiting = iter(jobs), {}
         end = object()
         is_exhausted = False
         try:
             while True:
                 self.raise_if_stopped()
-                yield from self._collect_ended(waiting, until_failure)
-                if time.monotonic() >= self.deadline and (waiting or self._running or not is_exhausted):
+                yield from self._collect_ended(until_failure)
+                if time.monotonic() >= self.deadline and (self.waiting or self._running or not is_exhausted):
                     print("minutes: the time is spent; run the same command again to resume", file=sys.stderr)
                     return
-                yield from self._start_waiting(waiting)
+                yield from self._start_waiting(until_failure)
                 while not is_exhausted and len(self._running) < self.max_running:
                     job = next(source, end)
                     is_exhausted = job is end
                     if not isinstance(job, Job):
                         break
-                    waiting.append(job)
-                    yield from self._start_waiting(waiting)
+                    self.waiting[job] = time.monotonic()
+                    yield from self._start_waiting(until_failure)
                 progress()
-                if is_exhausted and not waiting and not self._running:
+                if is_exhausted and not self.waiting and not self._running:
                     return
                 time.sleep(POLL_SECONDS)
         finally:
             self._stop_all()
 
+    def limit_minutes(self, minutes: float | None) -> None:
+        """Let the wait for runs of other processes end so many minutes from now; None: never."""
+        self.end_time = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
     def raise_if_stopped(self) -> None:
         if self.signal:
             raise_stopped()
 
-    def _start_waiting(self, waiting: list[Job]) -> Iterator[Job]:
-        """Start runs for which there is room; yield those that another process has finished."""
-        for job in list(waiting):
+    def _start_waiting(self, until_failure: bool) -> Iterator[Job]:
+        """Start runs for which there is room; yield those that another process has finished or has locked too long."""
+        for job, since in list(self.waiting.items()):
             if job.is_finished() and not job.restart:
-                waiting.remove(job)
+                del self.waiting[job]
+                self.outcomes.pop(job, None)  # of an earlier start
                 yield job
-            elif len(self._running) < self.max_running and not job.run.is_locked():
-                waiting.remove(job)
+            elif job.run.is_locked():
+                yield from self._end_wait(job, time.monotonic() - since, until_failure)
+            elif len(self._running) < self.max_running:
+                del self.waiting[job]
                 self._running[job] = self._start(job)
+
+    def _end_wait(self, job: Job, seconds: float, until_failure: bool) -> Iterator[Job]:
+        """Yield a run that another process has locked, unless the wait for that process goes on."""
+        message = f"another process holds {job.run.path / LOCK_FILE}"
+        if reason := self.overdue(job, seconds):
+            message = f"{reason}; {message}"
+            self.outcomes[job], self.failures[job] = "failed", Failure(message)
+        elif time.monotonic() >= self.end_time:
+            self.outcomes[job] = "locked"
+            print(f"{message}, and the time is spent", file=sys.stderr)
+        else:
+            return
+        del self.waiting[job]
+        if until_failure:
+            raise RunError(f"{job.run.path}: {message}")
+        yield job
 
     def _start(self, job: Job) -> Started:
         if self.code is not None and self.code != code_hash():
@@ -260,7 +287,7 @@ class JobRunner:
             )
         return Started(process, *started)
 
-    def _collect_ended(self, waiting: list[Job], until_failure: bool) -> Iterator[Job]:
+    def _collect_ended(self, until_failure: bool) -> Iterator[Job]:
         """Yield the runs whose processes have ended; a run that another process locked first is queued again."""
         for job, started in list(self._running.items()):
             if (exit_code := self._exit_code(job, started)) is None:
@@ -275,8 +302,8 @@ class JobRunner:
                 self._record_finished(job)
                 yield job
                 continue
-            if job.run.is_locked():
-                waiting.append(job)
+            if job.run.is_locked() and not reason:  # a killed run has failed, whatever it has left behind
+                self.waiting[job] = time.monotonic()
                 continue
             status = job.status_since(started.status_stamp)
             if status.kind == "disk_full":

@@ -104,7 +104,7 @@ def test_reach_is_measured_in_the_minutes_that_are_left(experiments):
 def test_change_that_does_not_fit_into_the_minutes_is_left_out(experiments, monkeypatch):
     experiments.race(A)
 
-    def is_too_long(self, start_time, minutes, variant=None):
+    def is_too_long(self, variant=None):
         return variant is not None and variant.settings["model.d_model"] == 128
 
     monkeypatch.setattr(runs.Runs, "is_time_spent", is_too_long)
@@ -117,10 +117,12 @@ def test_run_is_judged_by_its_flops(flops, is_late, tmp_path, monkeypatch):
     """The baseline takes a minute, and ten are left."""
     monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": runs.Result("a-0", 1.0, elapsed=60.0)})
     of_a: Any = SimpleNamespace(digest="a", flops=7.0)
-    found = runs.Runs(tmp_path, of_a, SimpleNamespace(), 0)
+    jobs: Any = SimpleNamespace(end_time=time.monotonic() + 600)
+    found = runs.Runs(tmp_path, of_a, jobs, 0)
     variant: Any = SimpleNamespace(flops=7.0 * flops)
-    assert found.is_time_spent(time.monotonic(), 10, variant) == is_late
-    assert not found.is_time_spent(time.monotonic(), None, variant)
+    assert found.is_time_spent(variant) == is_late
+    jobs.end_time = math.inf
+    assert not found.is_time_spent(variant)
 
 
 def test_stopped_measurement_resumes(experiments):

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from runtime.config.errors import ConfigError, RunError
+from runtime.files import lock
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
 from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, count_work, problem_of
@@ -122,7 +123,7 @@ def test_run_that_takes_ten_times_as_long_fails(experiments, monkeypatch):
 def runs_after(elapsed, folder, monkeypatch):
     """Return the runs of an experiment whose baseline took these seconds."""
     monkeypatch.setattr(runs, "read_results", lambda folder: {"a-0": Result("a-0", 1.0, elapsed=elapsed)})
-    return runs.Runs(folder, SimpleNamespace(digest="a", flops=2, given={}), SimpleNamespace(), 0)
+    return runs.Runs(folder, SimpleNamespace(digest="a", flops=2, given={}), SimpleNamespace(waiting={}), 0)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,32 @@ def test_progress_is_a_line_every_half_minute(tmp_path, monkeypatch, capsys):
     for now[0] in (1.0, 29.0, 30.0, 31.0, 59.0, 60.0):
         found._print_progress()
     assert capsys.readouterr().err == 2 * "runs: baseline, seed 0: step 3 / 9; 1 to evaluate\n"
+    found.jobs.waiting[next(iter(found._started))] = 0.0
+    now[0] = 90.0
+    found._print_progress()
+    lock = tmp_path / "b-0" / ".lock"
+    assert f"step 3 / 9, another process holds {lock}; 1" in capsys.readouterr().err
+
+
+def test_run_whose_lock_is_never_released_fails_alone(experiments, monkeypatch):
+    """A killed command has left a run that hangs."""
+    experiments.confirm(A, seeds=2)
+    folder, locked = experiments.folder(), experiments.started()[0]
+    rows = [json.dumps(row) + "\n" for row in results(experiments) if row["run"] != locked]
+    (folder / "results.jsonl").write_text("".join(rows))
+    (folder / "runs" / locked / "status.json").unlink()
+    monkeypatch.setattr(runs.Runs, "_overdue", lambda self, job, seconds: "took too long" * job.run.is_locked())
+    with open(folder / "runs" / locked / ".lock", "a") as held:
+        assert lock(held)
+        found = experiments.confirm(A, seeds=2)
+    assert found["failures"] == [f"took too long; another process holds {folder / 'runs' / locked / '.lock'}"]
+    assert not experiments.started(), "the other runs had ended"
+
+
+def test_run_that_is_locked_when_the_time_is_spent_has_no_result(tmp_path, monkeypatch):
+    found, job = runs_after(10, tmp_path, monkeypatch), Job(Run(tmp_path / "b-0"), 1, ())
+    found.pending["b-0"], found.jobs.outcomes = (found.baseline, 0), {job: "locked"}
+    assert not found._has_ended(job) and not found.pending and not found.is_known("b-0")
 
 
 def test_what_a_run_leaves_in_its_folder_is_its_failure(experiments):

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -324,12 +325,54 @@ def is_deaf(run):
 
 def test_overdue_run_is_killed_and_has_failed(run):
     found = JobRunner(1)
-    found.overdue = lambda job, seconds: "took too long" if seconds > 0 and is_deaf(run) else ""
+    found.overdue = lambda job, seconds: "took too long" if job != run("two") and is_deaf(run) else ""
     found.train([run("one", "ignores signals"), run("two")], until_failure=False)
     assert [found.outcomes[job] for job in (run("one", "ignores signals"), run("two"))] == ["failed", "finished"]
     assert found.failures == {run("one", "ignores signals"): runner.Failure("took too long")}
     child = int((run("one").run.path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def locked(run):
+    """A run whose lock another process holds."""
+    run("theirs").run.path.mkdir()
+    with open(run("theirs").run.path / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield run("theirs")
+
+
+def test_locked_run_is_overdue_as_well(run, locked):
+    """It is not waited for longer than for a run of this process."""
+    found = JobRunner(1)
+    found.overdue = lambda job, seconds: "took too long" if job == locked and run("ours").is_finished() else ""
+    found.train([locked, run("ours")], until_failure=False)
+    assert found.outcomes == {locked: "failed", run("ours"): "finished"}
+    message = f"took too long; another process holds {locked.run.path / '.lock'}"
+    assert found.failures == {locked: runner.Failure(message)} and not locked.output.exists()
+    with pytest.raises(RunError, match="took too long"):
+        found.train([locked])
+
+
+def test_wait_for_a_locked_run_ends_with_the_time(run, locked, capsys):
+    """It has no failure, because nobody knows whether it would have ended."""
+    found = JobRunner(1)
+    found.limit_minutes(0)
+    assert [*found.stream([run("ours"), locked])] == [run("ours"), locked]
+    assert found.outcomes == {run("ours"): "finished", locked: "locked"} and not found.failures
+    assert f"another process holds {locked.run.path / '.lock'}, and the time is spent\n" in capsys.readouterr().err
+    with pytest.raises(RunError, match="another process holds"):
+        found.train([locked])
+
+
+def test_overdue_run_whose_lock_is_still_held_has_failed(run, locked, monkeypatch):
+    """By a process that it has detached from its own, and that is not killed with it."""
+    is_locked = Run.is_locked
+    monkeypatch.setattr(Run, "is_locked", lambda reader: bool(found.starts) and is_locked(reader))
+    found = JobRunner(1)
+    found.overdue = lambda job, seconds: "took too long"
+    found.train([replace(locked, command=(sys.executable, "-S", "-c", "import time; time.sleep(60)"))], False)
+    assert [*found.failures.values()] == [runner.Failure("took too long")] and [*found.starts.values()] == [1]
 
 
 def test_run_that_does_not_stop_is_killed(run, capsys):
