@@ -1,5 +1,6 @@
 """The picture of a race: the effect of each idea with its interval, round after round, and its costs beside it."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ STYLES = {
 }
 WITHOUT_ESTIMATE = {"failed": "its runs fail", "refused": "refused", "withdrawn": "withdrawn"}
 MAX_LABEL = 52  # characters
+BASELINE = "baseline"  # stands for the idea of which the arms of the first round with --tune are
 MAX_LATER_IDEAS = 10  # that are drawn of each round but the first
 MIN_REACH, MAX_REACH = 0.1, 1.0  # of the axis on either side of zero, as fractions
 COLUMNS = {"effect": "", "runs": "", "steps": "steps", "FLOPs": "flops", "seconds": "seconds", "params": "parameters"}
@@ -29,12 +31,16 @@ def draw(race: dict[str, Any], path: Path) -> None:
     """Write the picture of a race, given as the object of `--json`, in the format of the path's suffix."""
     # A row is an idea, or the heading of a round.
     rows: list[dict[str, Any] | str] = []
+    has_raced = False
     for entry in race["rounds"]:
-        ideas = [idea for idea in entry["ideas"] if idea["verdict"] is not None]
+        ideas = [idea for idea in best_arms(entry["ideas"]) if idea["verdict"] is not None]
+        measured = [idea for idea in ideas if idea["effect"] is not None]
+        if has_raced and not measured:
+            continue
         loss = "" if entry["baseline_loss"] is None else f" ({entry['baseline_loss']:.4f}{unit_of(race)})"
         rows.append(f"round {entry['round']}, on {'the baseline' if not entry['stack'] else 'the best so far'}{loss}")
-        measured = [idea for idea in ideas if idea["effect"] is not None]
-        rows += ideas if entry["round"] == 1 else measured[:MAX_LATER_IDEAS]
+        rows += measured[:MAX_LATER_IDEAS] if has_raced else ideas
+        has_raced |= any(idea["arm_of"] != BASELINE for idea in ideas)
     ideas = [row for row in rows if isinstance(row, dict)]
     reach = axis_reach(ideas)
     figure = new_figure(11, 1.4 + 0.25 * len(rows))
@@ -74,6 +80,12 @@ def draw(race: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def best_arms(ideas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the best arm of each idea, which is its first one, and all arms of the baseline that is tuned."""
+    best = {idea["arm_of"]: idea for idea in reversed(ideas)}
+    return [idea for idea in ideas if idea["arm_of"] == BASELINE or best[idea["arm_of"]] is idea]
+
+
 def draw_idea(axes: Any, height: int, idea: dict[str, Any], reach: float) -> None:
     """Draw the interval and the estimate of an idea; an arrow at the edge stands for an estimate beyond the axis."""
     color, marker = STYLES[idea["verdict"]]
@@ -106,10 +118,13 @@ def unit_of(race: Mapping[str, Any]) -> str:
 
 
 def label(text: str) -> str:
-    """Return the label of an idea; a patch is shown by its file name."""
-    words = [Path(word).name if word.endswith((".patch", ".diff")) else word for word in text.split(" ")]
-    short = " ".join(words)
-    return short if len(short) <= MAX_LABEL else short[: MAX_LABEL - 1] + "…"
+    """Return the label of an idea, with its factor if it is an arm; a patch is shown by its file name."""
+    found = re.search(r" \[[^][]* x[^][]*\]$", text)
+    factor = found[0] if found else ""
+    name = text.removesuffix(factor)
+    short = " ".join(Path(word).name if word.endswith((".patch", ".diff")) else word for word in name.split(" "))
+    room = MAX_LABEL - len(factor)
+    return (short if len(short) <= room else short[: room - 1] + "…") + factor
 
 
 def cells(row: dict[str, Any] | str) -> str:

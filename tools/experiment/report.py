@@ -17,7 +17,7 @@ from runtime.config.paths import expand_user_path
 from runtime.files import lock, open_no_link
 from tools.experiment import verdicts
 from tools.experiment.change import Idea
-from tools.experiment.picture import draw, label, unit_of
+from tools.experiment.picture import BASELINE, draw, label, unit_of
 from tools.experiment.record import Record, Round
 from tools.experiment.runs import SEEDS_OF_CONFIRMATIONS, Result, group_of, read_experiment, read_results, runs_of
 from tools.experiment.settings import ReportConfig
@@ -276,7 +276,7 @@ def describe_reach(record: Record, folder: Path) -> list[list[dict[str, Any]]]:
 def describe_arm(idea: Idea) -> dict[str, Any]:
     """Return why an idea may help, its lines of code and those to read; of which idea it is an arm, and its factors."""
     change = {"why": idea.why, "lines": idea.lines, "lines_to_read": idea.lines_to_read}
-    return {"arm_of": idea.text or "baseline", "factors": idea.factors, "edge": None} | change
+    return {"arm_of": idea.text or BASELINE, "factors": idea.factors, "edge": None} | change
 
 
 def group_arms(ideas: list[dict[str, Any]]) -> list[dict[str, Any]]:

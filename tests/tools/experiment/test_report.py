@@ -210,8 +210,16 @@ def test_picture_shows_rounds_effects_and_costs(experiments, monkeypatch, figure
 
 def test_picture_without_results_and_of_very_wide_intervals(tmp_path, figures):
     nothing = dict.fromkeys(("effect", "low", "high", "steps", "flops", "seconds", "parameters"))
-    idea = {"idea": "$x$ _one_", "verdict": "unknown", "runs": 0, "failed": 0, "joined": False, **nothing}
-    wide = idea | {"idea": "wide", "effect": 30.0, "low": -1.0, "high": 1e300}
+    idea = {
+        "idea": "$x$ _one_",
+        "verdict": "unknown",
+        "runs": 0,
+        "failed": 0,
+        "joined": False,
+        "arm_of": "x",
+        **nothing,
+    }
+    wide = idea | {"idea": "wide", "arm_of": "wide", "effect": 30.0, "low": -1.0, "high": 1e300}
     entry = {"round": 1, "stack": [], "baseline_loss": None, "ideas": [idea, wide]}
     race = {"rounds": [entry], "runs": 0, "failed": 0, "compared": "loss"}
     draw(race, tmp_path / "race.svg")
@@ -224,7 +232,7 @@ def test_picture_without_results_and_of_very_wide_intervals(tmp_path, figures):
 @pytest.mark.parametrize("verdict", [*get_args(Verdict), "refused", "withdrawn"])
 def test_picture_knows_each_verdict(verdict, tmp_path, figures):
     nothing = dict.fromkeys(("effect", "low", "high", "steps", "flops", "seconds", "parameters"))
-    idea = {"idea": "x", "verdict": verdict, "runs": 0, "failed": 0, "joined": False, **nothing}
+    idea = {"idea": "x", "verdict": verdict, "runs": 0, "failed": 0, "joined": False, "arm_of": "x", **nothing}
     entry = {"round": 1, "stack": [], "baseline_loss": 1.0, "ideas": [idea]}
     draw({"rounds": [entry], "runs": 0, "failed": 0, "compared": "loss"}, tmp_path / "race.svg")
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()] == [verdict]
@@ -233,3 +241,26 @@ def test_picture_knows_each_verdict(verdict, tmp_path, figures):
 def test_label_of_a_patch_is_its_name():
     assert label(f"a{os.sep}b/better.patch --model.x 1") == "better.patch --model.x 1"
     assert len(label("x" * 100)) == 52 and label("x" * 100).endswith("…")
+    arm = label("x" * 100 + " [optimizer.lr x0.5]")
+    assert len(arm) == 52 and arm.endswith("x… [optimizer.lr x0.5]")
+    assert label("--optimizer.betas [0.8,0.95]") == "--optimizer.betas [0.8,0.95]"
+
+
+def test_picture_of_a_tuned_race_has_the_best_arm_of_each_idea(tmp_path, figures):
+    known = dict.fromkeys(("effect", "low", "high", "steps", "flops", "seconds", "parameters"), 0.1)
+    known |= {"verdict": "unknown", "runs": 1, "failed": 0, "joined": False}
+
+    def arms(name, *texts):
+        return [{"idea": text, "arm_of": name, **known} for text in texts]
+
+    tuning = arms("baseline", "[optimizer.lr x2]", "[optimizer.lr x0.5]")
+    ideas = [idea for n in range(12) for idea in arms(f"--x {n}", f"--x {n} [optimizer.lr x2]", f"--x {n}")]
+    later = [idea | {"effect": None} for idea in ideas]
+    rounds = [tuning, ideas, ideas, later]
+    rounds = [{"round": n, "stack": [], "baseline_loss": 1.0, "ideas": found} for n, found in enumerate(rounds, 1)]
+    draw({"rounds": rounds, "runs": 0, "failed": 0, "compared": "loss"}, tmp_path / "race.svg")
+    rows = [name.get_text() for name in figures[0].axes[0].get_yticklabels()]
+    best = [f"--x {n} [optimizer.lr x2]" for n in range(12)]
+    of_baseline = ["[optimizer.lr x2]", "[optimizer.lr x0.5]"]
+    assert [row for row in rows if "round" not in row] == [*of_baseline, *best, *best[:10]]
+    assert sum("round" in row for row in rows) == 3, "nothing was measured in the last one"
