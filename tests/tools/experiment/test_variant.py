@@ -186,12 +186,14 @@ def test_prints_of_code_are_no_answers(program, monkeypatch, tmp_path):
             variant_program.resolve(str(ROOT)) if program == "resolve" else evaluator.main()
         except Exception:
             traceback.print_exc()
+        print("the reason", file=sys.stderr, flush=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
     os.waitpid(child, 0)
     answers = (tmp_path / "stdout").read_text().splitlines()
-    assert answers == [f'{number} {{"warnings": []}}' for number in (3, 4, 5)], (tmp_path / "stderr").read_text()
+    assert answers == [f'{number} {{"warnings": []}}' for number in (3, 4, 5)]
+    assert (tmp_path / "stderr").read_text().endswith("\nthe reason\n"), "the last line is what is reported"
 
 
 def test_tokens_of_a_run_count_all_processes():
