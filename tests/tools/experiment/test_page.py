@@ -69,6 +69,29 @@ IDEAS_ON_TEXT = {
 FIRST, TWELVE = "lab-cfd86100/races/7d7ebe7d.json", "lab-50df45da/races/0edc2322.json"
 FORTY, TEXT = "lab-9639d31f/races/2206672b.json", "lab-13234a74-flops/races/2bcd2759.json"
 RATES = "lab-81aa6a27/races/24060baa.json"
+TUNED = "text_lab-dab94a91/races/c8f8643d.json"
+TUNED_IDEAS = {
+    "Muon": MUON,
+    "Muon with row equilibration": f"ideas/muon_row_equilibration.patch {MUON}",
+    "bigram embeddings, 1.62 times the parameters": "benchmarks/known_effects/embedding_bigrams.patch "
+    "--model.bigram_rows 1280",
+    "SOAP": "docs/patches/optimizer_soap.patch --optimizer.name soap",
+    "half the batch, twice the steps": "--global_batch_size 8 --micro_batch_size 8 --steps 3200 "
+    "--schedule.warmup_steps 80",
+    "residual of the input": "benchmarks/known_effects/residual_input.patch --model.input_gains true",
+    "EMA of the weights": "--evaluation.ema_decay 0.99",
+    "value embeddings": "docs/patches/value_embeddings.patch --model.value_embeddings 1",
+    "sham": "--optimizer.weight_decay 0.1001",
+    "ReLU²": "--model.mlp relu2",
+    "weight decay that falls to 0": "docs/patches/schedule_momentum.patch --schedule.final_weight_decay 0",
+    "QK-norm": QK_NORM,
+    "momentum warm-up": "docs/patches/schedule_momentum.patch --schedule.momentum_warmup_steps 160",
+    "soft-capping": "--model.logit_softcap 15",
+    "cautious weight decay": "benchmarks/known_effects/decay_cautious.patch --optimizer.name cautious",
+    "SwiGLU": SWIGLU,
+    "value residual": "benchmarks/known_effects/value_residual.patch --model.value_residual true",
+    "zero-initialised projections": "--model.zero_init true",
+}
 # Digests of the variants with four times the parameters, of which the folder `configs` has the settings.
 LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6afde28a"}
 
@@ -77,7 +100,7 @@ LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6
 def races():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "draw", lambda *_: None)  # no pictures beside the raw rows
-        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT, RATES)}
+        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT, RATES, TUNED)}
 
 
 def test_figures_of_how_to_and_readme(races):
@@ -88,18 +111,38 @@ def test_figures_of_how_to_and_readme(races):
     for line in table.splitlines():  # its first columns
         assert any(joined(row).startswith(joined(line)) for row in printed.splitlines()), line
 
-    race = races[TWELVE]
-    alone, on_muon = ideas_of_rounds(race)[:2]
-    both, _, on_top, *_ = confirm_again(RAW / "lab-9639d31f", "d7aef6fe")
+    race = races[TUNED]
+    [half], muon = race["rounds"][0]["ideas"], race["rounds"][1]["ideas"][0]
     figures = [
         f"{race['runs']} runs in {hours(race)} CPU hours",
-        f"{losses(alone[MUON], race)}, excess loss {show(alone[MUON])}",
-        show(on_muon[QK_NORM]),
-        show(both),
-        f"({percent(on_top['effect'])}, {interval(on_top)})",
+        f"half its learning rate is `{half['verdict']}`, {show(half)}",
+        f"{muon['verdict']} after four runs",
+        f"{losses(muon, race)}, {show(muon)}",
+        *confirmed_figures(),
     ]
+    assert muon["runs"] == 4
     check_figures(joined(PAGE.partition("## An example")[2]), figures)
-    assert f"{race['runs']} runs with {hours(race)} CPU hours" in joined(README)
+    assert f"{race['runs']} runs with {hours(race)} CPU hours" in joined(README) and show(muon) in joined(README)
+
+
+def test_figures_of_eighteen_ideas(races):
+    race = races[TUNED]
+    ideas = race["rounds"][1]["ideas"]
+    best = {idea["arm_of"]: idea for idea in reversed(ideas)}
+    assert {*best} == {*TUNED_IDEAS.values()}
+    figures = [f"{race['runs']} runs in {hours(race)} CPU hours", *confirmed_figures()]
+    for name, text in TUNED_IDEAS.items():
+        idea = best[text]
+        rate = {1.0: "as given", 0.5: "half"}[idea["factors"]["optimizer.lr"]]
+        figures.append(f"| {name} | {rate} | {show(idea)} | {idea['verdict']} | {idea['runs']} |")
+    figures.append(f"sham is {percent(best[TUNED_IDEAS['sham']]['effect'])},")
+    at_rate_of_baseline = {idea["arm_of"]: idea for idea in ideas if idea["factors"]["optimizer.lr"] == 1}
+    figures += [show(at_rate_of_baseline[text]) for text in (QK_NORM, TUNED_IDEAS["zero-initialised projections"])]
+    check_figures(joined(RESULTS.partition("### Races on stories")[0]), figures)
+
+
+def confirmed_figures():
+    return []
 
 
 def test_figures_of_results(races):
@@ -150,7 +193,7 @@ def test_figures_of_results(races):
     effects = [[ideas[idea]["effect"] for idea in on_text] for ideas in (alone, on_text)]
     correlation: Any = spearmanr(effects[0], effects[1])
     figures.append(f"rank correlation is {correlation.statistic:.2f}")
-    check_figures(joined(RESULTS.partition("### Agreement")[0]), figures)
+    check_figures(joined(RESULTS.partition("### Races on stories")[2].partition("### Agreement")[0]), figures)
 
 
 def test_figures_of_agreement():
