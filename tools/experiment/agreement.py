@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from runtime.cli.output import aligned
+from runtime.config.errors import ConfigError, RunError
 from runtime.config.yaml_files import read_yaml
 from runtime.files import write_atomically
 from tools.experiment import change, report
@@ -58,11 +59,15 @@ def agreement(config: AgreementConfig, recipe: Recipe, jobs: JobRunner) -> list[
     arms: dict[str, list[Variant]] = {name: [] for name in ideas}
     factors: dict[str, dict[str, float]] = {}
     for (name, arm), variant in zip(grid, resolved, strict=True):
-        if isinstance(variant, Variant):
+        try:
+            if isinstance(variant, Exception):
+                raise variant
             arms[name].append(runs.equalize(variant, config.equal))
             factors[arms[name][-1].digest] = arm.factors
-        else:
-            print(f"{name}: {variant}", file=sys.stderr)
+        except (ConfigError, RunError) as error:
+            if name == BASELINE:
+                raise
+            print(f"{name}: {error}", file=sys.stderr)
 
     # The best arm of each, by one run of each arm; then its runs with other seeds, one seed of all after another.
     jobs.limit_minutes(config.minutes)

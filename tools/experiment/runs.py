@@ -65,9 +65,9 @@ class Result:
     digest: str | None = None
     """Hash of its last weights and moments."""
     seconds: float | None = None
-    """CPU seconds of its processes; on a GPU the time from start to end. None if it was trained by another program."""
+    """CPU seconds of its processes; on a GPU the time from start to end. None if another program trained some steps."""
     elapsed: float | None = None
-    """Seconds from start to end of the session that finished it, if this program trained it."""
+    """Seconds from start to end, if this program trained it in one session."""
     sessions: int = 1
     """How often its training was started."""
     parameters: int | None = None
@@ -114,7 +114,11 @@ class Runs:
         self.pending: dict[str, Planned] = {}
         """Runs that are planned, in training or not evaluated yet, by name."""
         self.elapsed: dict[str, float] = {}
-        """Seconds from start to end of the runs that this process trained, by name."""
+        """Seconds from start to end of the runs that this process trained in one session, by name."""
+        self._resumed: set[str] = set()
+        """Names of the runs whose last session began after the first step."""
+        self._untimed: set[str] = set()
+        """Names of the runs of which another process trained a part."""
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
         self._counted: dict[str, dict[str, int]] = {}
         """What was counted of runs that are not evaluated yet, by name."""
@@ -186,17 +190,32 @@ class Runs:
 
         They are trained once, so that the steps of a variant stay the same, and while nothing else trains.
         """
-        steps = [TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.steps))]
-        seconds = []
-        for number in steps:
-            short = scale_steps(variant, number / variant.steps)
-            job = short.changed({"steps": number, "evaluation.num_samples": 2}).job(self.folder, TIMING_SEED)
-            job, name = replace(job, restart=True), job.run.path.name
-            if not self.is_known(name):
-                self.jobs.train([job])
-                self._keep([self._spent(job)])
-            seconds.append(self.results[name].seconds or 0.0)
-        return max(1e-6, (seconds[1] - seconds[0]) / (steps[1] - steps[0]))
+        fewer, more = pairs = list(zip(timing_variants(variant), timing_variants(self.baseline), strict=True))
+        seconds = [self._time(one, of_baseline) for one, of_baseline in pairs]
+        return max(1e-6, (seconds[1] - seconds[0]) / (more[0].steps - fewer[0].steps))
+
+    def _time(self, variant: Variant, baseline: Variant) -> float:
+        """Return the seconds of one run, which is limited by the seconds of the baseline's.
+
+        Raises:
+            RunError: it fails, or takes much longer than the baseline's.
+        """
+        job = replace(variant.job(self.folder, TIMING_SEED), restart=True)
+        name = job.run.path.name
+        known = self.results.get(f"{baseline.digest}-{TIMING_SEED}")
+        limit = (known.elapsed or known.seconds) if known else None
+        self.jobs.overdue = lambda job, seconds: describe_overdue(seconds, limit, variant.flops / baseline.flops)
+        while not self.is_known(name):
+            # The seconds of a session that resumes, or of another process, would be those of a part of the steps.
+            is_from_start = not job.run.is_locked()
+            if is_from_start:
+                remove_run(job.run)
+                self.jobs.seconds.pop(job, None)
+            start_time = time.monotonic()
+            self.jobs.train([job])
+            if is_from_start:
+                self._keep([replace(self._spent(job), elapsed=time.monotonic() - start_time)])
+        return self.results[name].seconds or 0.0
 
     # Training
 
@@ -273,9 +292,19 @@ class Runs:
             shutil.rmtree(job.run.path, ignore_errors=True)
             for file in delivered_files(job.run):
                 file.unlink()
+        self._note_earlier_sessions(job)
         self.pending[job.run.path.name] = planned
         self._started[job] = time.monotonic()
         return job
+
+    def _note_earlier_sessions(self, job: Job) -> None:
+        """Note whether a run does not begin at its first step: then the time of this session is not that of the run."""
+        name, status = job.run.path.name, job.run.status()
+        self._resumed.discard(name)
+        if job.run.is_locked() or (status and status.step):
+            self._resumed.add(name)
+            if name not in self.results and job not in self.jobs.starts:  # a killed command has recorded nothing
+                self._untimed.add(name)
 
     def _has_ended(self, job: Job) -> bool:
         """Note how a run ended; return whether it can be evaluated."""
@@ -294,7 +323,7 @@ class Runs:
         elif not is_recorded(job, self.pending[name][0]):
             message, was_killed = "ended without a record of its training data", True
         else:
-            if outcome:
+            if outcome and name not in self._resumed:
                 self.elapsed[name] = time.monotonic() - self._started[job]
                 self._seconds_per_flop.append(self.elapsed[name] / self.pending[name][0].flops)
                 if self.pending[name][0].digest == self.baseline.digest:
@@ -312,15 +341,7 @@ class Runs:
     def _overdue(self, job: Job, seconds: float) -> str:
         """Return why a run has failed that has trained for so many seconds; "" if it may continue."""
         variant, _ = self.pending.get(job.run.path.name, (self.baseline, 0))
-        seconds_of_baseline = self._typical_seconds()
-        factor = MAX_SLOWDOWN * max(1.0, variant.flops / self.baseline.flops)
-        if seconds <= max(MIN_LIMIT, factor * (seconds_of_baseline or math.inf)):
-            return ""
-        times = "" if factor == MAX_SLOWDOWN else f", {factor:.0f} for its FLOPs"
-        return (
-            f"took {seconds:.0f} seconds and had not ended, where the baseline takes {seconds_of_baseline:.0f} "
-            f"(the limit is {MAX_SLOWDOWN:.0f} times those{times})"
-        )
+        return describe_overdue(seconds, self._typical_seconds(), variant.flops / self.baseline.flops)
 
     def _typical_seconds(self) -> float | None:
         """Return the seconds from start to end of a run of the baseline; None before the first one."""
@@ -334,7 +355,9 @@ class Runs:
         seconds, sessions = self.jobs.seconds.get(job), self.jobs.starts.get(job, 0)
         if before and before.is_stopped:
             sessions += before.sessions
-            seconds = before.seconds if seconds is None else seconds + (before.seconds or 0.0)
+            seconds = before.seconds if seconds is None or before.seconds is None else before.seconds + seconds
+        if name in self._untimed:
+            seconds = None
         return Result(name, seconds=seconds, sessions=max(1, sessions), elapsed=self.elapsed.get(name), **others)
 
     def _keep(self, results: Iterable[Result]) -> None:
@@ -465,6 +488,41 @@ def run_evaluator(
         else {"loss": None, "excess_loss": None, "problem": f"{NOT_EVALUATED}: {last_error(answer, code)}"}
         for answer in answers
     ]
+
+
+def timing_variants(variant: Variant) -> list[Variant]:
+    """Return the variant with few steps, and with somewhat more."""
+    numbers = TIMING_STEPS[0], TIMING_STEPS[0] + max(8, round(TIMING_STEPS[1] * variant.steps))
+    shorter = [(number, scale_steps(variant, number / variant.steps)) for number in numbers]
+    return [one.changed({"steps": number, "evaluation.num_samples": 2}) for number, one in shorter]
+
+
+def describe_overdue(seconds: float, seconds_of_baseline: float | None, flops: float) -> str:
+    """Return why a run has failed that has trained for so many seconds; "" if it may continue.
+
+    Args:
+        seconds: of the run.
+        seconds_of_baseline: from start to end; None before its first run has ended.
+        flops: of the run, relative to the baseline.
+    """
+    factor = MAX_SLOWDOWN * max(1.0, flops)
+    if seconds <= max(MIN_LIMIT, factor * (seconds_of_baseline or math.inf)):
+        return ""
+    times = "" if factor == MAX_SLOWDOWN else f", {factor:.0f} for its FLOPs"
+    return (
+        f"took {seconds:.0f} seconds and had not ended, where the baseline takes {seconds_of_baseline:.0f} "
+        f"(the limit is {MAX_SLOWDOWN:.0f} times those{times})"
+    )
+
+
+def remove_run(run: Run) -> None:
+    """Remove what earlier sessions of a run have left; raise RunError if that is impossible."""
+    try:
+        shutil.rmtree(run.path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunError(f"{run.path} cannot be removed: {error.strerror}") from None
 
 
 def problem_of(loss: float | None, excess_loss: float | None, metric: str | None) -> str:

@@ -7,7 +7,7 @@ import yaml
 
 from runtime.config.errors import ConfigError, RunError
 from tests.tools.experiment.test_race import OWN_RATE, RATE
-from tools.experiment import agreement
+from tools.experiment import agreement, runs
 from tools.experiment.settings import AgreementConfig
 
 EFFECTS = [
@@ -66,6 +66,17 @@ def test_what_was_not_measured_is_named(agree, experiments):
     result = agree()
     assert result["not_measured"] == ["b"] and result["right"] == 2
     assert "not measured: b" in agree(json=False)
+
+
+def test_idea_whose_seconds_cannot_be_measured_is_not_measured(agree, monkeypatch):
+    def equalize(self, variant, equal):
+        if variant.settings["model.effect_b"] == 0.8:
+            raise RunError("took too long")
+        return variant
+
+    monkeypatch.setattr(runs.Runs, "equalize", equalize)
+    result = agree(equal="seconds", seeds=2)
+    assert result["not_measured"] == ["b"] and result["right"] == 2
 
 
 def test_baseline_that_fails_ends_the_comparison(agree, experiments):

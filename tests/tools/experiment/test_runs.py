@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -18,8 +19,11 @@ from runtime.files import lock
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
 from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, count_work, problem_of
-from tools.jobs.runner import Job
-from trainer.run.directory import Run
+from tools.experiment.variant import Variant
+from tools.jobs import runner
+from tools.jobs.launch import Launch
+from tools.jobs.runner import Job, JobRunner
+from trainer.run.directory import Run, Status
 
 A, B, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 1.0001"
 
@@ -227,6 +231,86 @@ def test_stopped_evaluation_is_repeated_without_training(experiments, monkeypatc
     assert not {*finished} & {*experiments.started()}
     again = [one for one in results(experiments) if one["run"] == finished[0]]
     assert [one["sessions"] for one in again] == [1, 1] and again[1]["seconds"] == again[0]["seconds"] > 0
+
+
+# Times
+
+
+def timing(tmp_path, monkeypatch, hook=""):
+    """Return the runs of an experiment whose runs take no time, and its baseline.
+
+    Its CPU seconds are 1, and 0.5 more for each step that its last session trains.
+    """
+    program = f"""
+import json, os, sys, time
+run, steps = sys.argv[1], int(sys.argv[2])
+os.makedirs(run, exist_ok=True)
+first = json.load(open(run + "/status.json"))["step"] if os.path.exists(run + "/status.json") else 0
+{hook}
+json.dump({{"state": "finished", "step": steps}}, open(run + "/status.json", "w"))
+open(run + "/../seconds-" + str(os.getpid()), "w").write(str(1 + 0.5 * (steps - first)))
+"""
+
+    def job(self, folder, seed):
+        run = Run(folder / "runs" / f"{self.digest}-{seed}")
+        return Job(run, self.steps, (sys.executable, "-IS", "-c", program, str(run.path), str(self.steps)))
+
+    wait4 = os.wait4
+
+    def usage_by_steps(process, options):
+        process, status, usage = wait4(process, options)
+        file = tmp_path / "runs" / f"seconds-{process}"
+        seconds = float(file.read_text()) if file.exists() else 0.0
+        return process, status, SimpleNamespace(ru_utime=seconds, ru_stime=0.0) if process else usage
+
+    monkeypatch.setattr(Variant, "job", job)
+    monkeypatch.setattr(runner.os, "wait4", usage_by_steps)
+    monkeypatch.setattr(runner, "visible_gpus", lambda: [])
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "signals_to_catch", lambda: [])
+    launch = Launch()
+    settings = {"steps": 400, "seq_len": 8, "global_batch_size": 4, "micro_batch_size": 4, "data.source": "text"}
+    settings |= {"schedule.batch_warmup_from": None, "schedule.batch_warmup_steps": None, "optimizer.lr": 1.0}
+    baseline = Variant(tmp_path, "a", False, launch, {}, settings, 1000, 6000.0)
+    return runs.Runs(tmp_path, baseline, JobRunner(1), 0), baseline
+
+
+def test_interrupted_timing_run_is_timed_from_its_start(tmp_path, monkeypatch):
+    """Sixty of its 84 steps were trained before a signal, and the other run had ended but was not recorded."""
+    found, baseline = timing(tmp_path, monkeypatch)
+    for variant, step, state in zip(runs.timing_variants(baseline), (4, 60), ("finished", "preempted"), strict=True):
+        run = variant.job(tmp_path, runs.TIMING_SEED).run
+        run.path.mkdir(parents=True)
+        run.write_status(Status(state, step))
+    assert found._seconds_a_step(baseline) == pytest.approx(0.5)
+    assert [one.seconds for one in found.results.values()] == [1 + 0.5 * 4, 1 + 0.5 * 84]
+
+
+def test_timing_run_that_hangs_fails(tmp_path, monkeypatch):
+    """Its limit is that of a run: ten times the seconds of the baseline's."""
+    found, baseline = timing(tmp_path, monkeypatch, "if os.path.exists(run + '/../hang'): time.sleep(60)")
+    found._seconds_a_step(baseline)
+    (tmp_path / "runs" / "hang").touch()
+    idea = baseline.changed({"optimizer.lr": 2.0})
+    monkeypatch.setattr(runs, "MIN_LIMIT", 0.0)
+    monkeypatch.setattr(runs, "MAX_SLOWDOWN", 1e-9)
+    with pytest.raises(RunError, match=r"took \d+ seconds and had not ended, where the baseline takes \d+"):
+        found.equalize(idea, "seconds")
+
+
+def test_time_of_a_resumed_run_is_no_limit_for_others(tmp_path, monkeypatch):
+    """The last steps of a run took a second, after a signal or after its command was killed."""
+    found, baseline = timing(tmp_path, monkeypatch)
+    monkeypatch.setattr(runs, "check_checkout", lambda code: None)
+    (begun := Run(tmp_path / "runs" / f"{baseline.digest}-0")).path.mkdir(parents=True)
+    begun.write_status(Status("preempted", 390))
+    monkeypatch.setattr(found, "request", lambda job: {})
+    monkeypatch.setattr(found, "_evaluate", lambda ended: [found._spent(job, loss=1.0) for job, _ in ended])
+    found.train_in_order([(baseline, 0), (baseline, 1)])
+    resumed, whole = found.results.values()
+    assert resumed.elapsed is None and resumed.seconds is None, "the first session is unknown"
+    assert whole.elapsed and whole.seconds == 1 + 0.5 * 400
+    assert found._typical_seconds() == whole.elapsed
 
 
 # Files
