@@ -226,9 +226,9 @@ def test_rounds_are_limited_and_continued(experiments):
 
 def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     """By a clock on which each run takes a minute."""
-    clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()))
-    for module in ("race", "runs"):
-        monkeypatch.setattr(f"tools.experiment.{module}.time", clock)
+    clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()), sleep=time.sleep)
+    for module in (runner, runs):
+        monkeypatch.setattr(module, "time", clock)
     options = {"minutes": 7, "jobs": 1, "margin": 0.002}
     result = experiments.race(NOTHING, **options)
     assert 5 <= result["runs"] <= 7
@@ -436,8 +436,8 @@ def test_race_waits_for_new_ideas_until_the_minutes_are_over(experiments, monkey
     """What is added while it waits joins the race; by a clock of the test."""
     file, now, waits, wait = experiments.lab / "ideas.txt", [0.0], [], race.Race.wait_for_ideas
     file.write_text(f"{NOTHING}\n")
-    for module in ("race", "runs"):
-        monkeypatch.setattr(f"tools.experiment.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (runner, runs):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
 
     def add(line):
         with file.open("a") as opened:
