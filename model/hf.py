@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 GELUS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu"}  # names in transformers, whose GPT-2 supports both
-POSITIONS_COMPARED = 16  # at the end of a context: the logits of all positions may not fit into memory
 MAX_DIFFERENCE = 0.01  # nats; rounding in float32 makes 1e-6 to 1e-3, and a wrong setting much more
+# Bounds on the comparison of a model with that of transformers. Each of the two forwards takes about 20 s on one core.
+MAX_COMPARED = 4096  # positions; the time of attention grows with their square
+COMPARED_WORK = 2**39  # parameters times positions: 920 positions of a model of 0.6 billion parameters
+LAST_COMPARED = 16  # positions at the end of a longer context
+LOGIT_BYTES = 2**29  # bound on the float32 logits of one model that are compared at once
 SHARED = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings"}
 NAMES_OF_LLAMA = {
     "max_position_embeddings": "max_position_embeddings", "n_layers": "num_hidden_layers",
@@ -97,8 +101,9 @@ def changes_logits(config: GPTConfig, setting: str) -> bool:
         except ValueError:  # another setting needs this one
             return True
     lacking, _ = plain.load_state_dict(model.state_dict(), strict=False)
-    tokens = random_tokens(model)
-    return bool(lacking) or not torch.equal(model(tokens).logits, plain(tokens).logits)
+    if lacking:
+        return True
+    return any(not torch.equal(model(**inputs).logits, plain(**inputs).logits) for inputs in compared_inputs(model))
 
 
 @torch.no_grad()
@@ -111,10 +116,23 @@ def build_perturbed(config: GPTConfig, seed: int = 0) -> GPTModel:
     return model
 
 
-def random_tokens(model: GPTModel) -> Tensor:
-    """Return a row of as many tokens as the model accepts, always the same ones."""
-    generator, size = torch.Generator().manual_seed(0), (1, model.config.max_position_embeddings)
-    return torch.randint(model.output_weight.shape[0], size, generator=generator).to(model.output_weight.device)
+def compared_inputs(model: GPTModel) -> list[dict[str, Tensor]]:
+    """Return the arguments of the forwards in which a model is compared with another one: always the same tokens.
+
+    They are at as many positions as a minute allows, from the first, and more than the longest window. In a longer
+    context the last positions are compared too, where a scaling of positions has the largest effect.
+    """
+    context, device = model.config.max_position_embeddings, model.output_weight.device
+    longest_window = max(window or 0 for window in model.windows)
+    length = max(COMPARED_WORK // model.num_parameters(), longest_window + LAST_COMPARED)
+    length = min(length, MAX_COMPARED, context)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.output_weight.shape[0], (1, length), generator=generator).to(device)
+    inputs = [{"input_ids": tokens}]
+    if length < context:
+        positions = torch.arange(context - LAST_COMPARED, context, device=device)[None]
+        inputs.append({"input_ids": tokens[:, :LAST_COMPARED], "position_ids": positions})
+    return inputs
 
 
 def get_family(config: GPTConfig) -> str:
@@ -321,14 +339,14 @@ def find_unused_tensors(model: GPTModel) -> list[str]:
     if not added or not all(tensor.is_floating_point() for tensor in added.values()):
         return []
     not_a_number = {name: torch.full_like(tensor, torch.nan) for name, tensor in added.items()}
-    tokens, was_training = random_tokens(model), model.training
+    was_training = model.training
     model.eval()
-    logits = [
-        functional_call(model, replaced, (tokens,), {"logits_to_keep": POSITIONS_COMPARED}).logits
-        for replaced in ({}, not_a_number)
+    are_equal = [
+        torch.equal(*(functional_call(model, replaced, (), inputs).logits for replaced in ({}, not_a_number)))
+        for inputs in ({**inputs, "logits_to_keep": LAST_COMPARED} for inputs in compared_inputs(model))
     ]
     model.train(was_training)
-    return list(added) if torch.equal(*logits) else []
+    return list(added) if all(are_equal) else []
 
 
 def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
@@ -345,22 +363,30 @@ def from_transformers(hf_model: "PreTrainedModel") -> GPTModel:
         config = config.replace(tie_embeddings=False)
     model = GPTModel(config).to(hf_model.device, hf_model.dtype)
     model.load_state_dict(tensors_from_transformers(config, hf_model.state_dict()))
-    check_same_predictions(model.eval(), hf_model.eval())
+    difference = compare_predictions(model.eval(), hf_model.eval())
+    if not difference < MAX_DIFFERENCE:
+        raise ValueError(
+            f"its log-probabilities here differ from those in transformers by {difference:.2g} nats, so it has a part "
+            "that GPTModel lacks"
+        )
     return model
 
 
 @torch.no_grad()
-def check_same_predictions(model: GPTModel, hf_model: "PreTrainedModel") -> None:
-    """Raise ValueError unless both models predict the same after random tokens, as many as the model accepts."""
-    tokens = random_tokens(model)
-    ours = model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
-    theirs = hf_model(tokens, logits_to_keep=POSITIONS_COMPARED).logits
-    difference = log_probability_difference(ours.float(), theirs.float())
-    if not difference < MAX_DIFFERENCE:
-        raise ValueError(
-            f"after {tokens.shape[1]} tokens, its log-probabilities here differ from those in transformers by "
-            f"{difference:.2g} nats, so it has a part that GPTModel lacks"
-        )
+def compare_predictions(model: GPTModel, hf_model: "PreTrainedModel") -> float:
+    """Return the largest difference of the log-probabilities of both models at `compared_inputs`, in nats.
+
+    It is NaN if one of them gives NaN. Raise ValueError if both do.
+    """
+    differences, num_kept = [], max(1, LOGIT_BYTES // (4 * model.output_weight.shape[0]))
+    for inputs in compared_inputs(model):
+        for end in range(inputs["input_ids"].shape[1], 0, -num_kept):
+            begin = {name: tensor[:, :end] for name, tensor in inputs.items()}
+            ours, theirs = (each(**begin, logits_to_keep=num_kept).logits.float() for each in (model, hf_model))
+            if not (ours.isfinite().all() or theirs.isfinite().all()):
+                raise ValueError("its weights give NaN or infinite logits, in transformers too")
+            differences.append(log_probability_difference(ours, theirs))
+    return torch.tensor(differences).max().item()  # unlike the maximum of Python, NaN if there is one
 
 
 def log_probability_difference(logits: Tensor, other_logits: Tensor) -> float:
@@ -368,4 +394,4 @@ def log_probability_difference(logits: Tensor, other_logits: Tensor) -> float:
 
     It is NaN if one tensor has NaN. A constant that is added to all logits changes nothing.
     """
-    return (logits.log_softmax(-1) - other_logits.log_softmax(-1)).abs().max().item()
+    return logits.log_softmax(-1).sub_(other_logits.log_softmax(-1)).abs_().max().item()  # in place: they may be large

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model import hf
 from model.config import FAMILIES as FAMILIES_OF_CONFIGS
 from model.config import GPTConfig
 from model.gpt import MLP, GPTModel
@@ -230,13 +231,13 @@ def both_models():
     return model, to_transformers(model)
 
 
-@pytest.mark.parametrize("num_bytes", [export.LOGIT_BYTES, 4 * 50 * 70], ids=["at once", "in parts"])
+@pytest.mark.parametrize("num_bytes", [hf.LOGIT_BYTES, 4 * 50 * 70], ids=["at once", "in parts"])
 @pytest.mark.parametrize("position", [0, 70, 100, 255])
 def test_export_compares_every_position(position, num_bytes, both_models, monkeypatch):
     def change(module, inputs, x_BTC):
         x_BTC[:, position : position + 1] *= 1.1
 
-    monkeypatch.setattr(export, "LOGIT_BYTES", num_bytes)
+    monkeypatch.setattr(hf, "LOGIT_BYTES", num_bytes)
     model, _ = both_models
     export.check_same_logits(*both_models)
     model.final_norm.register_forward_hook(change)
@@ -258,6 +259,14 @@ def test_export_refuses_nan(which, both_models):
         export.check_same_logits(*both_models)
 
 
+def test_export_names_nan_weights_as_the_cause(both_models):
+    """Both models give NaN, so model/ need not have been edited."""
+    for model in both_models:
+        next(model.parameters()).data[7, 0] = math.nan
+    with pytest.raises(ConfigError, match="^run: its weights give NaN or infinite logits, in transformers too$"):
+        export.check_same_logits(*both_models)
+
+
 def test_export_ignores_constant_added_to_all_logits(both_models):
     """The largest logit is no measure of a difference: softmax ignores what is added to all of them."""
     for model in both_models:
@@ -275,9 +284,10 @@ def add_to_logits(output, constant):
 def test_export_says_how_many_positions_were_compared(both_models, monkeypatch, capsys):
     export.check_same_logits(*both_models)
     assert not capsys.readouterr().out
-    monkeypatch.setattr(export, "MAX_COMPARED", 200)
+    monkeypatch.setattr(hf, "MAX_COMPARED", 200)
     export.check_same_logits(*both_models)
-    assert "at the first 200 positions; the other 56 were not compared" in capsys.readouterr().out
+    expected = "at the first 200 positions and the last 16; the other 40 were not compared"
+    assert expected in capsys.readouterr().out
 
 
 def test_export_names_tensors_that_change_no_logits(both_models, tmp_path, capsys):

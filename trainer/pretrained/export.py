@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from data.integrity import read_metadata
 from data.prepare.chat_template import ChatTemplate
 from model.gpt import GPTModel
-from model.hf import find_unused_tensors, log_probability_difference, to_transformers
+from model.hf import compare_predictions, compared_inputs, find_unused_tensors, to_transformers
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
 from runtime.files import copy_folder_permissions
@@ -24,8 +24,6 @@ from trainer.pretrained.settings import ExportConfig, Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_COMPARED = 4096  # positions; the time of a forward grows with their square
-LOGIT_BYTES = 2**30  # bound on the float32 logits of one model that are compared at once
 TOLERANCE = 1e-3  # nats; rounding changes log-probabilities by less than 1e-4
 
 CARD = """---
@@ -159,30 +157,26 @@ def write_model(folder: Path, loaded: LoadedModel, conversations: bool) -> None:
         raise OSError(str(error)) from None
 
 
-@torch.no_grad()
 def check_same_logits(model: GPTModel, hf_model: "PreTrainedModel") -> None:
     """Raise ConfigError if both predict other tokens, as after an edit in model/ that no setting describes.
 
-    They are compared at every position, or at the first MAX_COMPARED of a longer context, which is printed.
+    Print how many positions of a long context are not compared.
     """
-    config = model.config
-    length = min(config.max_position_embeddings, max(MAX_COMPARED, 2 * (config.window or 0)))
-    tokens = torch.randint(hf_model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    num_kept = max(1, LOGIT_BYTES // (4 * hf_model.config.vocab_size))
-    for end in range(length, 0, -num_kept):
-        ours, theirs = (each(tokens[:, :end], logits_to_keep=num_kept).logits for each in (model, hf_model))
-        difference = log_probability_difference(ours, theirs)
-        if not difference <= TOLERANCE:  # NaN, too
-            family = hf_model.config.model_type
-            raise ConfigError(
-                f"run: its log-probabilities differ by up to {difference:.2g} nats from those of transformers' "
-                f"{family}: model/ has been edited, and no model of transformers computes the same"
-            )
-    if length < config.max_position_embeddings:
-        print(
-            f"Its logits equal those of transformers at the first {length:,} positions; the other "
-            f"{config.max_position_embeddings - length:,} were not compared."
+    try:
+        difference = compare_predictions(model, hf_model)
+    except ValueError as error:
+        raise ConfigError(f"run: {error}") from None
+    if not difference <= TOLERANCE:  # NaN, too
+        family = hf_model.config.model_type
+        raise ConfigError(
+            f"run: its log-probabilities differ by up to {difference:.2g} nats from those of transformers' "
+            f"{family}: model/ has been edited, and no model of transformers computes the same"
         )
+    first, *last = (inputs["input_ids"].shape[1] for inputs in compared_inputs(model))
+    if last:
+        compared = f"the first {first:,} positions and the last {last[0]}"
+        others = model.config.max_position_embeddings - first - last[0]
+        print(f"Its logits equal those of transformers at {compared}; the other {others:,} were not compared.")
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", loaded: LoadedModel, begins_texts: bool) -> None:

@@ -134,13 +134,44 @@ def test_model_that_predicts_otherwise_is_refused(exported, monkeypatch):
     folder = exported("qwen3")
     read = hf.config_from_transformers
     monkeypatch.setattr(hf, "config_from_transformers", lambda config: read(config).replace(rope_theta=500.0))
-    with pytest.raises(ConfigError, match="after 24 tokens, its log-probabilities here differ .* nats"):
+    with pytest.raises(ConfigError, match="its log-probabilities here differ .* nats"):
         load_run(folder)
+
+
+@pytest.fixture
+def long_model():
+    """A model of 40,960 positions, as Qwen/Qwen3-0.6B has, and the same in transformers."""
+    torch.manual_seed(1)
+    model = GPTModel(small_config("qwen3", max_position_embeddings=40_960)).eval()
+    return model, to_transformers(model)
+
+
+@pytest.mark.parametrize("window, length", [(None, 100), (200, 216)])
+def test_comparison_of_long_context_is_bounded(window, length, monkeypatch):
+    """By parameters times positions, or by the window. The whole context of a Qwen3-0.6B would take an hour."""
+    config = small_config("qwen3", max_position_embeddings=40_960, window=window)
+    model = GPTModel(config)
+    monkeypatch.setattr(hf, "COMPARED_WORK", 100 * model.num_parameters())
+    first, last = hf.compared_inputs(model)
+    assert first["input_ids"].shape == (1, length)
+    assert last["position_ids"].tolist() == [[*range(40_960 - 16, 40_960)]]
+    monkeypatch.setattr(hf, "COMPARED_WORK", 10**15)
+    assert hf.compared_inputs(model)[0]["input_ids"].shape == (1, 4096)
+
+
+@pytest.mark.parametrize("begin", [0, 40_000], ids=["everywhere", "at the end"])
+def test_positions_scaled_at_the_end_of_long_context_are_found(begin, long_model, monkeypatch):
+    monkeypatch.setattr(hf, "MAX_COMPARED", 40)
+    model, hf_model = long_model
+    assert hf.compare_predictions(model, hf_model) < 1e-5
+    embed = model.embed
+    monkeypatch.setattr(model, "embed", lambda x, at: embed(x, torch.where(at < begin, at, begin + 8 * (at - begin))))
+    assert hf.compare_predictions(model, hf_model) > hf.MAX_DIFFERENCE
 
 
 def test_model_whose_predictions_are_nan_is_refused(exported):
     folder = exported("qwen3", lambda tensors: {**tensors, "model.norm.weight": torch.full((16,), torch.nan)})
-    with pytest.raises(ConfigError, match="its log-probabilities here differ .* by nan nats"):
+    with pytest.raises(ConfigError, match="its weights give NaN or infinite logits, in transformers too"):
         load_run(folder)
 
 
