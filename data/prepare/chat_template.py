@@ -35,6 +35,8 @@ DEFAULT_TEMPLATE = """\
 MARK = "\U0010ffff"
 # Characters that stand at the begin and the end of an answer while a template is rendered.
 BEGIN, END = "\U0010fffe", "\U0010fffd"
+# First character of a tag, which tells where the content of a message is in the rendered text.
+TAG = "\U0010fffc"
 # {% generation %} and {% endgeneration %}, with the signs that strip the whitespace around them.
 GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 # Transformers passes any of these keys of a message to the template under all three names.
@@ -141,9 +143,10 @@ class ChatTemplate:
         """
         text, marked = self._render(messages, variables)
         tokens, spans = self._tokenize(text)
-        answers = (
-            self._find_answers(text, messages, variables) if marked is None else self._weigh(text, marked, messages)
-        )
+        if marked is None:
+            answers = self._find_answers(text, messages, variables)
+        else:
+            answers = self._weigh(text, marked, messages, variables)
         in_answer = bytearray(len(text) + 1)
         for begin, end in answers:
             in_answer[begin:end] = b"\1" * (end - begin)
@@ -158,9 +161,16 @@ class ChatTemplate:
         return tokens, [0, *is_target[1:]], last_targets
 
     def _render(
-        self, messages: list[Message], variables: dict[str, Any], add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        variables: dict[str, Any],
+        add_generation_prompt: bool = False,
+        with_tags: bool = False,
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Render the template; also return the (begin, end) of answers in the text, None if it does not mark them."""
+        """Render the template; also return the (begin, end) of answers in the text, None if it does not mark them.
+
+        With tags, TAG and the character of its index stand before and after the content of each message.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
 
         conversation = f"the conversation that begins {messages[0].get('content')!r:.60}"
@@ -172,9 +182,14 @@ class ChatTemplate:
             # transformers counts positions wrongly inside of {% filter %}, so let the template write marks.
             template, num_marks = GENERATION.subn(_write_mark, template)
             unweighted = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+            hidden = self._hide(unweighted)
+            for index, message in enumerate(hidden if with_tags else ()):
+                if message.get("content", "").strip():  # a template may render an empty content otherwise
+                    tag = TAG + chr(0x100000 + index)
+                    message["content"] = tag + message["content"] + tag
             variables = {**self.tokenizer.special_tokens_map, **self._hide(variables)}
             variables["add_generation_prompt"] = add_generation_prompt
-            [text], _ = render_jinja_template([self._hide(unweighted)], chat_template=template, **variables)
+            [text], _ = render_jinja_template([hidden], chat_template=template, **variables)
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"messages: the chat template cannot render {conversation}: {error}") from None
         if not num_marks:
@@ -193,7 +208,7 @@ class ChatTemplate:
         """Replace each special token that is spelled in a value by its placeholder."""
         if isinstance(value, str):
             return self._spelled.sub(
-                lambda found: self._placeholders[found[0]], re.sub(f"[{MARK}{BEGIN}{END}]", "\ufffd", value)
+                lambda found: self._placeholders[found[0]], re.sub(f"[{MARK}{BEGIN}{END}{TAG}]", "\ufffd", value)
             )
         if isinstance(value, dict):
             return {self._hide(key): self._hide(item) for key, item in value.items()}
@@ -221,25 +236,43 @@ class ChatTemplate:
         tokens: list[Any] = [self._token_of.get(token, token) for token in encoded.ids]
         return tokens, [(origins[begin], origins[end]) for begin, end in encoded.offsets]
 
-    def _weigh(self, text: str, marked: list[tuple[int, int]], messages: list[Message]) -> list[tuple[int, int]]:
+    def _weigh(
+        self, text: str, marked: list[tuple[int, int]], messages: list[Message], variables: dict[str, Any]
+    ) -> list[tuple[int, int]]:
         """Return the `marked` spans of `text` without those of answers of weight 0.
 
         Raises:
-            ConfigError: a marked span lacks the content of its answer, or it is unknown which span is of which answer.
+            ConfigError: a span has other words than of answers, or it is unknown which span is of which answer.
         """
         answers = [message for message in messages if message["role"] == "assistant"]
-        if len(answers) != len(marked):
-            if all(message.get("weight", 1) for message in answers):
-                return marked  # such as a span for each of the parts of an answer
-            problem = f"the chat template marks {len(marked)} answers of {len(answers)}, so which answer is which"
-            raise ConfigError(f"messages: {problem} is unknown, and one of them has weight 0")
-        for (begin, end), message in zip(marked, answers, strict=True):
-            content = self._hide(message.get("content", "")).strip()
-            if content.casefold() not in text[begin:end].casefold():
-                problem = f"its chat template marks {text[begin:end]!r:.60} as the answer {content!r:.60}"
+        # Other keys, such as thoughts and tool calls, may be in spans of their own.
+        only_contents = all(
+            answer.get("content", "").strip() and answer.keys() <= {"role", "content", "weight"} for answer in answers
+        )
+        tagged, spans = self._render(messages, variables, with_tags=True)
+        owners = [
+            [
+                messages[ord(index) - 0x100000]
+                for index in re.findall(TAG + "([\U00100000-\U0010fff0])", tagged[begin:end])
+            ]
+            for begin, end in spans or ()
+        ]
+        if len(owners) != len(marked):
+            problem = "its chat template marks another number of answers when their contents change"
+            raise ConfigError(f"tokenizer: {problem}, so it is unknown what it marks")
+        kept = []
+        for index, ((begin, end), owner) in enumerate(zip(marked, owners, strict=True)):
+            if any(message["role"] != "assistant" for message in owner) or (only_contents and not owner):
+                problem = f"its chat template marks {text[begin:end]!r:.60} as an answer"
                 remedy = "write {% generation %} around the content of the assistant's messages"
                 raise ConfigError(f"tokenizer: {problem}, so other words would be training targets; {remedy}")
-        return [span for span, message in zip(marked, answers, strict=True) if message.get("weight", 1)]
+            owner = owner or (answers[index : index + 1] if len(answers) == len(marked) else answers)
+            weights = {message.get("weight", 1) for message in owner}
+            if len(weights) > 1:
+                problem = f"the chat template marks {text[begin:end]!r:.60}, in which answer is unknown"
+                raise ConfigError(f"messages: {problem}, and one of them has weight 0")
+            kept += [(begin, end)] * (weights != {0})
+        return kept
 
     def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> list[tuple[int, int]]:
         """Return the (begin, end) of each answer in `text`, for a template that does not mark them."""

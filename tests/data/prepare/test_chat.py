@@ -116,30 +116,47 @@ FILTERED = """{%- filter trim -%}{%- for m in messages -%}{{ m['role'] + ': ' }}
   {% generation %}
 {{- m['content'] + eos_token }}{% endgeneration %}
 {% else -%}{{ m['content'] }}{%- endif -%}{{ '\n' }}{%- endfor -%}{%- endfilter -%}"""
-MARKS_THE_USER = """{%- for m in messages -%}{%- if m['role'] == 'user' -%}{%- generation -%}{{ m['content'] }}
-{%- endgeneration -%}{%- else -%}{{ m['content'] + eos_token }}{%- endif -%}{%- endfor -%}"""
+TURN = "<|{{ m.role }}|>{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+UNMARKED = "<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"
+BY_ROLE = "{% for m in messages %}{% if CONDITION %}" + TURN + "{% else %}" + UNMARKED + "{% endif %}{% endfor %}"
+MARK_OTHER_WORDS = {
+    "every message": BY_ROLE.replace("CONDITION", "true"),
+    "the user": BY_ROLE.replace("CONDITION", "m.role == 'user'"),
+    "all but the user": BY_ROLE.replace("CONDITION", "m.role != 'user'"),
+    "the conversation": "{% generation %}" + BY_ROLE.replace("CONDITION", "false") + "{% endgeneration %}",
+    "each role": "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.content }}{% endfor %}",
+}
 
 
-def test_marks_inside_of_a_filter_are_on_the_answer(folder):
-    """transformers counts positions from the begin of the filter, so its marks are on words of the user."""
+@pytest.mark.parametrize("name", MARK_OTHER_WORDS)
+def test_marks_on_other_words_than_answers_are_refused(name, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
-    messages = [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}]
-    for template in (FILTERED, FILTERED.replace("{%- filter trim -%}", "").replace("{%- endfilter -%}", "")):
-        tokenizer.chat_template = template
-        tokens, is_target = ChatTemplate(tokenizer).encode(messages)
-        targets = [token for token, target in zip(tokens, is_target, strict=True) if target]
-        assert tokenizer.decode(targets) == "yes<|endoftext|>"
-        assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]
-    expected = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    assert expected["assistant_masks"] == is_target, "without a filter both agree"
-
-
-def test_marks_on_the_user_are_refused(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
-    tokenizer.chat_template = MARKS_THE_USER
-    messages = [{"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}]
-    with pytest.raises(ConfigError, match="chat template marks 'a long question' as the answer 'yes', so other words"):
+    tokenizer.chat_template = MARK_OTHER_WORDS[name]
+    messages = [{"role": "system", "content": "Be brief."}, *conversation(1, turns=1)]
+    with pytest.raises(ConfigError, match="chat template marks .* as an answer, so other words would be training"):
         ChatTemplate(tokenizer).encode(messages)
+
+
+def test_each_mark_belongs_to_the_answer_in_it(folder):
+    """An answer may have several spans, its tool calls one of their own, and another answer none."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content[:4] }}"
+        "{{ eos_token }}{% endgeneration %}{% generation %}{{ m.content[4:] or m.call }}{{ eos_token }}"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    question, called = {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "call": "time()"}
+    first, second = ({"role": "assistant", "content": text} for text in ("one.one", "two.two"))
+
+    def targets(*answers):
+        messages = [message for answer in answers for message in (question, answer)]
+        pairs = zip(*ChatTemplate(tokenizer).encode(messages), strict=True)
+        return tokenizer.decode([token for token, target in pairs if target]).replace("<|endoftext|>", " ").split()
+
+    assert targets(first, {**second, "weight": 0}) == ["one.", "one"]
+    assert targets(first, called) == ["one.", "one", "time()"]
+    with pytest.raises(ConfigError, match="in which answer is unknown, and one of them has weight 0"):
+        targets({**first, "weight": 0}, called)
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked", "plain"])
@@ -318,10 +335,13 @@ def test_placeholder_characters_in_text_stay_text(folder):
 def test_characters_of_marks_in_text_mark_nothing(folder):
     """The characters that stand for {% generation %} while a template is rendered may occur in a message."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "marked" / "tokenizer")
-    typed = [{"role": "user", "content": "x\U0010fffey\U0010fffdz"}, {"role": "assistant", "content": "yes"}]
-    tokens, is_target = ChatTemplate(tokenizer).encode(typed)
+    words = "x\U0010fffey\U0010fffdz\U0010fffc\U00100001"
+    tokens, is_target = ChatTemplate(tokenizer).encode(
+        [{"role": "user", "content": words}, {"role": "assistant", "content": "yes"}]
+    )
     targets = [token for token, target in zip(tokens, is_target, strict=True) if target]
-    assert "x\ufffdy\ufffdz" in tokenizer.decode(tokens) and tokenizer.decode(targets) == "yes<|endoftext|>"
+    assert "x\ufffdy\ufffdz\ufffd\U00100001" in tokenizer.decode(tokens)
+    assert tokenizer.decode(targets) == "yes<|endoftext|>"
 
 
 CALLING = (
