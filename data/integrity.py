@@ -1,9 +1,9 @@
 """metadata.json and the Arrow files of a corpus, and the checks that they are as data.prepare wrote them.
 
 metadata.json has the size and the SHA-256 of every file, the hash of the whole (`data.hash` of a run), and a digest of
-itself. A start compares sizes and `stamp_files`. If the stamp is another than at the last start of the run, or the
-processes of a new run have several copies, the files are read and their hashes compared, as by
-`python -m data.prepare --check DIR`.
+itself. A start compares sizes, the contents of the tokenizer's files, and `stamp_files`. If the stamp is another than
+at the last start of the run, or the processes of a new run have several copies, all files are read and their hashes
+compared, as by `python -m data.prepare --check DIR`.
 """
 
 import json
@@ -13,10 +13,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
+from tokenizers import Tokenizer
 
+from data.tokenizer import load_tokenizer
 from runtime.config.errors import ConfigError
 from runtime.distributed.signals import never_stop
-from runtime.files import hash_files
+from runtime.files import hash_files, sha256
 from runtime.json_objects import parse_object
 
 SPLITS = ("train", "validation")
@@ -63,6 +65,8 @@ def read_metadata(folder: Path) -> dict:
         files, counts = metadata["files"], [metadata[split][name] for split in SPLITS for name in ("tokens", "bytes")]
         if names := [name for name in files if not re.fullmatch(r"(train|validation)/[\w-]+\.arrow", name)]:
             raise ValueError(f"{names[0]!r} is not the name of a corpus file")
+        if names := [name for name in metadata["tokenizer"].get("files", {}) if not re.fullmatch(r"\w[\w.-]*", name)]:
+            raise ValueError(f"{names[0]!r} is not the name of a tokenizer file")
         counts += [entry["bytes"] for entry in files.values()]
         if wrong := [count for count in counts if type(count) is not int or count < 0]:
             raise ValueError(f"{wrong[0]!r} is not a count")
@@ -82,6 +86,39 @@ def read_metadata(folder: Path) -> dict:
         if size != entry["bytes"]:
             raise ConfigError(f"data: '{folder}' is damaged: {file}: its size has changed; {REMEDY}")
     return metadata
+
+
+def hash_tokenizer_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a tokenizer, {name: hash}."""
+    return {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def load_corpus_tokenizer(folder: Path, metadata: dict) -> tuple[Tokenizer, dict]:
+    """Load the tokenizer of a corpus as load_tokenizer does.
+
+    Raises:
+        ConfigError: a file of it, such as a chat template, is not as data.prepare wrote it. An earlier version recorded
+            the hash of tokenizer.json alone.
+    """
+    tokenizer, properties = load_tokenizer(folder / "tokenizer")
+    recorded = metadata["tokenizer"]
+    if different := [key for key, value in properties.items() if value != recorded.get(key)]:
+        problem = f"its tokenizer is not the one that it was made with ({different[0]})"
+        raise ConfigError(f"data: '{folder}': {problem}; {REMEDY}")
+    for name, expected in recorded.get("files", {}).items():
+        try:
+            content = sha256(folder / "tokenizer" / name)
+        except OSError as error:
+            raise unreadable(folder / "tokenizer" / name, error) from None
+        if content != expected:
+            raise changed(folder, f"tokenizer/{name}")
+    return tokenizer, properties
+
+
+def changed(folder: Path, file: str) -> ConfigError:
+    """Return the message for a file whose content is not the recorded one."""
+    problem = f"{file}: it has another content than data.prepare wrote"
+    return ConfigError(f"data: '{folder}' is damaged: {problem}; {REMEDY}")
 
 
 def hash_validation_text(folders: list[Path]) -> str | None:
@@ -141,7 +178,9 @@ def verify(folder: Path, should_stop: Callable[[], bool] = never_stop) -> int:
         ConfigError: a file has another content than data.prepare wrote, or cannot be read.
         Interrupted: `should_stop()` is true.
     """
-    files = read_metadata(folder)["files"]
+    metadata = read_metadata(folder)
+    load_corpus_tokenizer(folder, metadata)
+    files = metadata["files"]
     contents = hash_files([folder / file for file in files], should_stop)
     for file, entry in files.items():
         try:
@@ -149,6 +188,5 @@ def verify(folder: Path, should_stop: Callable[[], bool] = never_stop) -> int:
         except OSError as error:
             raise unreadable(Path(error.filename or folder / file), error) from None
         if content != entry["sha256"]:
-            problem = "it has another content than data.prepare wrote"
-            raise ConfigError(f"data: '{folder}' is damaged: {file}: {problem}; {REMEDY}")
-    return len(files)
+            raise changed(folder, file)
+    return len(files) + len(metadata["tokenizer"].get("files", {}))

@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 from torch.utils.data import ConcatDataset, Dataset
 
-from data.integrity import REMEDY, open_columns, read_metadata
-from data.tokenizer import load_tokenizer, token_bytes
+from data.integrity import REMEDY, load_corpus_tokenizer, open_columns, read_metadata
+from data.tokenizer import token_bytes
 from runtime.config.errors import ConfigError
 
 COMPARED_TOKENS = 2**27  # of a split, from its start, whose documents are compared with those of other splits
@@ -24,16 +24,13 @@ class TextCorpus:
     """A completed corpus of data.prepare: `tokenizer`, `vocab_size`, `end_of_text` token and `metadata`.
 
     Raises:
-        ConfigError: the folder has no complete corpus, a file is damaged, or the tokenizer was replaced.
+        ConfigError: the folder has no complete corpus, a file is damaged, or the tokenizer was changed.
     """
 
     def __init__(self, path: str):
         self.path = Path(os.path.expanduser(path))
         self.metadata = read_metadata(self.path)
-        self.tokenizer, properties = load_tokenizer(self.path / "tokenizer")
-        if different := [key for key, value in properties.items() if value != self.metadata["tokenizer"].get(key)]:
-            problem = f"its tokenizer is not the one that it was made with ({different[0]})"
-            raise ConfigError(f"data: {path!r}: {problem}; {REMEDY}")
+        self.tokenizer, properties = load_corpus_tokenizer(self.path, self.metadata)
         self.vocab_size, self.end_of_text = properties["vocab_size"], properties["end_of_text"]
         self.has_conversations = "conversations" in self.metadata
 

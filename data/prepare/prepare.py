@@ -38,7 +38,15 @@ import numpy as np
 from annotated_types import Ge, Le
 from tokenizers import Tokenizer
 
-from data.integrity import SPLITS, content_hash, metadata_digest, open_columns, read_metadata, verify
+from data.integrity import (
+    SPLITS,
+    content_hash,
+    hash_tokenizer_files,
+    metadata_digest,
+    open_columns,
+    read_metadata,
+    verify,
+)
 from data.prepare import chat, chat_template
 from data.prepare.sources import LIBRARY, Source, find_files, get_file_type, get_source_stamp
 from data.prepare.tokenizer import NAMES, parse_trained_vocab_size, save_tokenizer
@@ -416,7 +424,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     validation = [file for name, file in files.items() if name.startswith("validation")]
     counts["validation"]["text"] = _hash_text(tokenizer, properties["end_of_text"], validation)
     return {
-        "tokenizer": {"name": config.tokenizer, **properties},
+        "tokenizer": {"name": config.tokenizer, **properties, "files": hash_tokenizer_files(folder)},
         **counts,
         **({"conversations": True} if source.conversations else {}),
         "hash": content_hash(properties["hash"], hashes),

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import data.prepare.prepare
-from data.integrity import metadata_digest, verify
+from data.integrity import hash_tokenizer_files, metadata_digest, verify
 from data.text import TextCorpus, TextDataset
 from runtime.config.errors import ConfigError
 from tests.data.prepare.test_prepare import make, make_documents, texts, write_jsonl
@@ -108,6 +108,10 @@ def test_hostile_corpus_reads_or_is_refused(folder, tmp_path, seed):
     if name == "metadata.json":
         content["digest"] = metadata_digest(content)
     (path / name).write_text(json.dumps(content))
+    if name != "metadata.json":
+        metadata = json.loads((path / "metadata.json").read_text())
+        metadata["tokenizer"]["files"] = hash_tokenizer_files(path / "tokenizer")
+        (path / "metadata.json").write_text(json.dumps(metadata | {"digest": metadata_digest(metadata)}))
     try:
         read_all(path)
     except ConfigError as error:

@@ -491,8 +491,9 @@ def damaged(metadata, **changes):
         ({"hash": None}, "'hash'"),
         ({"hash": 3}, "digest"),
         ({"hash": "0" * 32}, "digest"),
-        ({"tokenizer": 7}, "TypeError"),
+        ({"tokenizer": 7}, "AttributeError"),
         ({"tokenizer": {"hash": "x"}}, "digest"),
+        ({"tokenizer": {"hash": "x", "files": {"../../etc/passwd": "3"}}}, "../../etc/passwd"),
         ({"train": {"tokens": True, "bytes": 0}}, "True is not a count"),
         ({"validation": "none"}, "TypeError"),
     ],
@@ -607,11 +608,38 @@ def test_check_names_changed_file(corpus, split, capsys, monkeypatch):
     file = find_file(corpus, split)
     monkeypatch.setattr(sys, "argv", ["prepare", "--check", str(corpus)])
     assert data.prepare.prepare.cli() == 0
-    assert f"{corpus}: {len([*corpus.glob('*/*.arrow')])} files have their recorded hashes" in capsys.readouterr().out
+    assert (
+        f"{corpus}: {len([*corpus.glob('*/*.arrow'), *corpus.glob('tokenizer/*')])} files have their recorded hashes"
+        in capsys.readouterr().out
+    )
     flip(file, 100)
     TextCorpus(str(corpus))
     assert data.prepare.prepare.cli() == 2
     assert f"{split}/{file.name}: it has another content than data.prepare wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("change", ["another", "absent"])
+def test_every_file_of_the_tokenizer_is_checked(corpus, name, change):
+    """Also one that plain text does not need, and with the same tokens."""
+    file = corpus / "tokenizer" / name
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    if not file.exists():
+        file.write_text("a template")
+        metadata["tokenizer"]["files"][name] = sha256(b"a template").hexdigest()
+        (corpus / "metadata.json").write_text(damaged(metadata))
+    verify(corpus)
+    file.unlink() if change == "absent" else file.write_text(file.read_text() + " ")
+    for check in (verify, lambda folder: TextCorpus(str(folder))):
+        with pytest.raises(ConfigError, match=f"tokenizer|{name}"):
+            check(corpus)
+
+
+def test_corpus_of_an_earlier_version_has_no_hashes_of_tokenizer_files(corpus):
+    metadata = json.loads((corpus / "metadata.json").read_text())
+    del metadata["tokenizer"]["files"]
+    (corpus / "metadata.json").write_text(damaged(metadata))
+    assert TextCorpus(str(corpus)).vocab_size == 257 and verify(corpus) == len(metadata["files"])
 
 
 @pytest.mark.slow
