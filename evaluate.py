@@ -115,6 +115,8 @@ def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainCon
     if settings is None or config.data is not None:
         if config.data is None:
             raise ConfigError(f"data: null, but {config.run!r} is not a run; name a corpus made by data.prepare")
+        if limit < 2:
+            raise ConfigError(f"run: {config.run!r} has a context of {limit} token; a loss needs at least 2")
         settings = settings or TrainConfig(seq_len=min(limit, 1024))
         packing = settings.data.packing  # packed as in training, so that attention covers the same tokens
         settings = settings.replace(data=DataConfig(source="text", path=config.data, packing=packing))

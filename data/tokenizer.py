@@ -71,19 +71,22 @@ def open_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Open a tokenizer of transformers, from a folder or the Hub, without running its code.
 
     Raises:
-        ConfigError: transformers rebuilt it from the class that its config names, and it splits text otherwise than its
-            own tokenizer.json.
+        ConfigError: it is not a fast tokenizer, or transformers rebuilt it from the class that its config names, and it
+            splits text otherwise than its own tokenizer.json.
         Exception: of any type, from transformers, if it cannot be opened.
     """
     from transformers import AutoTokenizer  # slow to import
     from transformers.utils.hub import cached_file
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        problem = f"{type(tokenizer).__name__}, the class of the tokenizer of '{name}', is not a fast tokenizer"
+        raise ConfigError(f"tokenizer: {problem}; use one that has a tokenizer.json")
     file = Path(name) / "tokenizer.json"
     if not Path(name).is_dir():  # on the Hub; the line above has downloaded the file, if there is one
         found = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, local_files_only=True)
         file = Path(found or "")
-    if tokenizer.is_fast and file.is_file():
+    if file.is_file():
         ours: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue] of fast ones
         theirs = Tokenizer.from_file(str(file))
         tokens = encode_probe(theirs)

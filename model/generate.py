@@ -49,7 +49,9 @@ def sample_tokens(
     probabilities = logits_BV.softmax(dim=-1)
     if top_p < 1:
         sorted_probabilities, tokens = probabilities.sort(descending=True, stable=True)  # equal ones: lower id first
-        sorted_probabilities[sorted_probabilities.cumsum(dim=-1) - sorted_probabilities >= top_p] = 0
+        is_dropped = sorted_probabilities.cumsum(dim=-1) - sorted_probabilities >= top_p
+        is_dropped[:, 0] = False  # in float32 a tiny top_p is 0
+        sorted_probabilities[is_dropped] = 0
         return tokens.gather(1, torch.multinomial(sorted_probabilities, num_samples=1, generator=generator))
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 

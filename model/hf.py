@@ -232,6 +232,8 @@ def config_from_transformers(hf_config: "PretrainedConfig") -> GPTConfig:
             required["mlp_bias"] = (False,)
         else:
             if "sliding_attention" in hf_config.layer_types:
+                if not hf_config.sliding_window:  # null where use_sliding_window is false
+                    raise ValueError("its layer_types name sliding_attention, but it has no sliding_window")
                 settings["window"] = min(hf_config.sliding_window, hf_config.max_position_embeddings)
                 settings["window_pattern"] = window_pattern(hf_config.layer_types)
             required["layer_types"] = (layer_types(GPTConfig(**settings)),)

@@ -132,6 +132,11 @@ def test_average_exports_mean_of_newest_checkpoints(runs, tmp_path):
         assert torch.equal(tensor, expected.float()), name
     with pytest.raises(ConfigError, match="average: 5 needs that many valid checkpoints, .* has 4; use"):
         exported(runs / "gpt2", tmp_path / "other", average=5)
+    exported(runs / "gpt2", tmp_path / "folder")
+    checkpoint = next((runs / "gpt2" / "checkpoints").iterdir())
+    for place in (tmp_path / "folder", checkpoint):
+        with pytest.raises(ConfigError, match=f"average: 2, but '{place}' is not the directory of a run; leave it out"):
+            exported(place, tmp_path / "other", average=2)
     with pytest.raises(ConfigError, match="checkpoint: 'best', but average takes the newest ones; leave it out"):
         exported(runs / "gpt2", tmp_path / "other", average=2, checkpoint="best")
 

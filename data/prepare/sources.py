@@ -117,7 +117,7 @@ class Source:
                 line = f" (line {self.line})" if self.files and get_file_type(place) == ".jsonl" else ""
                 problem = f"{place!r}, document {number}{line}: {type(error).__name__}: {error}"
                 if self.files and isinstance(error, OSError) and not error.errno:  # Arrow's errors have no number
-                    problem += name_decompression(place)
+                    problem += name_decompression(place, error)
                 raise self._error(problem) from None
             if changed:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
@@ -318,11 +318,16 @@ def find_compression(file: str) -> str | None:
     return next((kind for mark, kind in COMPRESSIONS.items() if start.startswith(mark)), None)
 
 
-def name_decompression(file: str) -> str:
-    """Return the remedy for a compressed text file that Arrow cannot read; "" for other files."""
+def name_decompression(file: str, error: Exception) -> str:
+    """Return the remedy for a compressed text file that Arrow cannot read; "" for other files.
+
+    Another program reads a file that has something after its end, or for which Arrow allows too little memory.
+    """
     kind = None if get_file_type(file) == ".parquet" else find_compression(file)
     if kind is None:
         return ""
+    if re.search("Truncated|invalid|incorrect data|corrupt|checksum", str(error)):  # words of zlib and zstd
+        return "; it is incomplete or damaged: download or copy it again"
     in_place, to_output = DECOMPRESS[kind]
     return f"; decompress it first: {in_place if file.endswith(SUFFIXES[kind]) else to_output} {file!r}"
 

@@ -38,8 +38,8 @@ def save_tokenizer(name: str, folder: Path, texts: Iterable[str]) -> None:
             tokenizer = open_tokenizer(name)
         except Exception as error:  # a download may raise anything
             raise ConfigError(f"tokenizer: {name!r} cannot be loaded: {error}\nUse {NAMES}") from None
-        if not tokenizer.is_fast or tokenizer.eos_token is None:
-            raise ConfigError(f"tokenizer: {name!r} is not a fast tokenizer with an end-of-text (eos) token")
+        if tokenizer.eos_token is None:
+            raise ConfigError(f"tokenizer: {name!r} has no end-of-text (eos) token; use {NAMES}")
         tokenizer.save_pretrained(folder)
         return
     tokenizer = Tokenizer(models.BPE({chr(character): byte for character, byte in BYTE_OF_CHARACTER.items()}, []))

@@ -59,6 +59,8 @@ def main(config: ExportConfig) -> None:
     if config.average > 1 and config.checkpoint != "latest":
         raise ConfigError(f"checkpoint: {config.checkpoint!r}, but average takes the newest ones; leave it out")
     loaded, source = load_with_source(config.run, config.checkpoint, weights=config.weights)
+    if config.average > 1 and not (Path(config.run).expanduser() / "checkpoints").is_dir():
+        raise ConfigError(f"average: {config.average}, but {config.run!r} is not the directory of a run; leave it out")
     sources = [source] if source else []
     if config.average > 1:
         sources = average_newest(loaded, config)

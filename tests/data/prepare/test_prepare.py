@@ -816,10 +816,13 @@ def test_prepare_names_unreadable_source(tmp_path, name, content, named):
 
 def test_unreadable_compression_names_the_program_that_reads_it(tmp_path):
     content = gzip.compress(b"a text")
-    for name, damaged in {"padded": content + bytes(512), "cut": content[:-9]}.items():
+    path = tmp_path / "padded.txt.gz"
+    path.write_bytes(content + bytes(512))
+    assert refusal(path, tmp_path / "out").endswith(f"; decompress it first: gzip -dk '{path}'")
+    for name, damaged in {"cut": content[:-9], "flipped": content[:-8] + bytes(4) + content[-4:]}.items():
         path = tmp_path / f"{name}.txt.gz"
         path.write_bytes(damaged)
-        assert refusal(path, tmp_path / "out").endswith(f"; decompress it first: gzip -dk '{path}'")
+        assert refusal(path, tmp_path / "out").endswith("; it is incomplete or damaged: download or copy it again")
     path = tmp_path / "a.jsonl.zst"
     # A frame (RFC 8878) whose window is 1 GiB, as zstd --long=30 writes it, with an empty last block.
     path.write_bytes(bytes.fromhex("28b52ffd 00 a0 010000"))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import encode_probe, open_tokenizer
+from evaluate import EvaluateConfig, evaluation_settings
 from model import hf
 from model.config import FAMILIES, GPTConfig
 from model.gpt import GPTModel
@@ -179,6 +180,32 @@ def test_only_differences_of_log_probabilities_count():
     logits = torch.randn(3, 5)
     assert log_probability_difference(logits, logits + 7) < 1e-5, "a bias of all logits predicts the same"
     assert log_probability_difference(torch.zeros(1, 2), torch.tensor([[0.0, -torch.inf]])) == torch.inf
+
+
+def test_windows_without_a_size_are_refused(exported):
+    """transformers reads sliding_window as null if use_sliding_window is false, and its model does not run."""
+    folder = exported("qwen3", window=8)
+    facts = json.loads((folder / "config.json").read_text())
+    for changes in ({"use_sliding_window": False}, {"sliding_window": None}):
+        (folder / "config.json").write_text(json.dumps(facts | changes))
+        with pytest.raises(ConfigError, match="layer_types name sliding_attention, but it has no sliding_window"):
+            load_run(folder)
+
+
+def test_slow_tokenizer_is_refused(exported, tmp_path):
+    """Its class has no tokenizer.json, which everything else reads."""
+    ByT5Tokenizer().save_pretrained(exported("qwen3", vocab_size=400))
+    with pytest.raises(ConfigError, match="tokenizer: ByT5Tokenizer, .* of '.*qwen3', is not a fast tokenizer;"):
+        load_run(tmp_path / "qwen3")
+    with pytest.raises(ConfigError, match="tokenizer: .*is not a fast tokenizer"):
+        save_tokenizer(str(tmp_path / "qwen3"), tmp_path / "copy", [])
+
+
+def test_context_of_one_token_cannot_be_evaluated(exported):
+    folder = exported("qwen3", max_position_embeddings=1)
+    config = EvaluateConfig(run=str(folder), data="corpus")
+    with pytest.raises(ConfigError, match=f"run: '{folder}' has a context of 1 token; a loss needs at least 2"):
+        evaluation_settings(config, load_run(folder))
 
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
