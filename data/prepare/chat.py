@@ -5,8 +5,10 @@ A conversation is {"messages": [{"role": ..., "content": ..., ...}, ...]}, optio
 """
 
 import json
-from contextlib import suppress
+import re
 from typing import Any
+
+BEGIN_OF_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:""")
 
 Message = dict[str, Any]
 """A `role` and a `content`, and other keys that a chat template may render, such as `tool_calls`. An answer whose
@@ -22,9 +24,10 @@ COLUMNS = "messages", "prompt", "response", "completion", "system", "tools", "ch
 def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     """Return the document of a row of data, and whether it is a conversation.
 
-    The first of these that is not null decides: the text column, `messages`, `prompt` with an answer. So rows of
-    several forms may be in one table, where each has nulls in the columns of the others. If all are null, the document
-    is empty, "". It may be among texts or conversations, so the second value is None.
+    The first of these that is not empty decides: the text column, `messages`, `prompt` with an answer. So rows of
+    several forms may be in one table, where each has nulls or empty values in the columns of the others. If all are
+    null or the text is empty, the document is empty, "". It may be among texts or conversations, so the second value is
+    None.
 
     Raises:
         ValueError: The row holds no document; the message says what it holds instead.
@@ -33,23 +36,27 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
         row = {"messages": row}
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.60} is not an object with the key {text_column!r}")
+    parsed = {text_column, "messages", "prompt", "response", "completion", "system"} - {"text"}
+    row = {name: _parse_messages(name, value) if name in parsed else value for name, value in row.items()}
     answers = [name for name in ("response", "completion") if name in row]
-    text = row.get(text_column)
-    if isinstance(text, str) and text_column != "messages":
-        return text, False
-    if text is not None or row.get("messages") is not None:
-        name = "messages" if text is None else text_column
-        messages = _messages(name, _parse_json_text(row[name]))
-    elif row.get("prompt") is not None and answers:
-        # An answer inside a prompt is context for the next one, not a training target.
-        prompt = [{"weight": 0, **message} for message in _messages("prompt", row["prompt"], role="user")]
-        answer = next((name for name in answers if row[name] is not None), answers[0])
-        messages = prompt + _messages(answer, row[answer], role="assistant")
-    elif {text_column, "messages"} & row.keys() or ("prompt" in row and answers):
-        return "", None
-    else:
+    answer = max(answers, key=lambda name: _fullness(row[name]), default=None)
+    fullness = {name: _fullness(row.get(name)) for name in (text_column, "messages")}
+    if "prompt" in row and answer:
+        fullness["prompt"] = max(_fullness(row["prompt"]), _fullness(row[answer]))
+    name = max(fullness, key=fullness.__getitem__)  # the first of the fullest
+    if not fullness[name]:
+        if fullness.keys() & row.keys():
+            return "", None
         wanted = f"no text_column {text_column!r}, nor messages, nor prompt and response"
         raise ValueError(f"{wanted}; the columns are {list(row)!r:.200}")
+    if name == text_column != "messages" and isinstance(row[name], str):
+        return (row[name], False) if row[name] else ("", None)
+    if name == "prompt" != text_column and answer:
+        # An answer inside a prompt is context for the next one, not a training target.
+        prompt = [{"weight": 0, **message} for message in _messages("prompt", row["prompt"], role="user")]
+        messages = prompt + _messages(answer, row[answer], role="assistant")
+    else:
+        messages = _messages(name, row[name])
     if row.get("system"):
         if not isinstance(row["system"], str) or any(message["role"] == "system" for message in messages):
             remedy = "it must be a text, and no message may have the role system"
@@ -58,22 +65,43 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     return json.dumps({"messages": messages, **_template_arguments(row)}, ensure_ascii=False), True
 
 
-def is_messages(row: Any) -> bool:
-    """Return whether a row is a bare list of messages, as nanochat writes them."""
-    return isinstance(row, list) and bool(row) and all(isinstance(item, dict) and "role" in item for item in row)
+def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, valid or not: with roles and contents, or in ShareGPT's form."""
+    pairs = {"role", "content"}, {"role", "tool_calls"}, {"from", "value"}
+    items = value if isinstance(value, list) else []
+    return any(isinstance(item, dict) and any(pair <= item.keys() for pair in pairs) for item in items)
 
 
-def _parse_json_text(value: Any) -> Any:
-    """Return what a text has as JSON, as tables often store messages; other values and other texts as they are."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
-    return value
+def _fullness(value: Any) -> int:
+    """Return 0 for null, 1 for an empty list or a text without characters that print, 2 for other values."""
+    return 0 if value is None else 1 + ((value.strip() if isinstance(value, str) else value) not in ("", []))
+
+
+def _parse_messages(name: str, value: Any) -> Any:
+    """Return the messages that a text has as JSON, as tables often store them; other values and texts as they are.
+
+    Raises:
+        ValueError: The text begins as messages do, but is no JSON: it is cut off, or Python's form of a list.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        if not BEGIN_OF_MESSAGES.match(value):
+            return value
+        remedy = "write the whole list with json.dumps"
+        raise ValueError(f"{name!r} is {value!r:.60}, which begins as messages do, but is not JSON; {remedy}") from None
+    is_one = isinstance(parsed, dict) and name in ("prompt", "response", "completion")
+    return parsed if name == "messages" or is_messages([parsed] if is_one else parsed) else value
 
 
 def _messages(name: str, value: Any, role: str | None = None) -> list[Message]:
-    """Return the messages in the column `name`: a list of them or, if all are of one `role`, a text."""
+    """Return the messages in the column `name`: a list of them or, if it is of one `role`, one message or a text."""
     if role and isinstance(value, str):
         return [{"role": role, "content": value}]
+    if role and isinstance(value, dict):
+        value = [value]
     if not isinstance(value, list) or not value:
         remedy = "; cast the column to a string, as by pyarrow's cast('string')" if isinstance(value, bytes) else ""
         raise ValueError(f"{name!r} is {value!r:.60}, which is not a text, nor a list of messages{remedy}")

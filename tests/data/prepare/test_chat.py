@@ -28,6 +28,7 @@ import runtime.files
 import sample
 from data.corpus import load_corpus
 from data.integrity import SPLITS, open_columns, verify
+from data.prepare.chat import read_document
 from data.prepare.chat_template import DEFAULT_TEMPLATE, ChatTemplate, open_chat_tokenizer
 from data.prepare.tokenizer import save_tokenizer
 from data.text import TextCorpus, TextDataset
@@ -564,6 +565,11 @@ SAME_CONVERSATION = {
     "beside a null text": {"text": None, "messages": TURN},
     "beside null messages": {"messages": None, "prompt": "q", "completion": "a"},
     "beside a null response": {"prompt": "q", "response": None, "completion": "a"},
+    "beside an empty text": {"text": "", "messages": TURN},
+    "beside a blank text and an empty list": {"text": " \n", "messages": [], "prompt": "q", "completion": "a"},
+    "beside an empty response": {"prompt": "q", "response": "", "completion": "a"},
+    "JSON texts of a prompt and an answer": {"prompt": json.dumps(TURN[:1]), "completion": json.dumps(TURN[1:])},
+    "JSON text of one message": {"prompt": "q", "completion": json.dumps(TURN[1])},
 }
 
 
@@ -586,6 +592,39 @@ def test_rows_of_several_forms_are_all_read(kind, tmp_path):
     metadata = make(source, tmp_path / "a", validation="hash:0.0")
     assert decode_targets(tmp_path / "a") == ["a<|endoftext|>"] * len(rows)
     assert metadata["train"]["documents"] == len(rows) and metadata["train"]["empty_documents"] == 0
+
+
+def test_text_column_may_have_messages_as_json_text(tmp_path):
+    rows = [{"conversations": json.dumps(TURN)}, {"conversations": "", "messages": TURN}]
+    make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a", text_column="conversations")
+    assert decode_targets(tmp_path / "a") == ["a<|endoftext|>"] * 2
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (str(TURN), "begins as messages do, but is not JSON"),  # as pandas writes a list to CSV
+        (json.dumps(TURN)[:-9], "begins as messages do, but is not JSON"),
+        (json.dumps([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]), "not a message: a role and"),
+    ],
+)
+@pytest.mark.parametrize("column", ["conversations", "prompt", "completion", "messages"])
+def test_text_that_is_almost_messages_is_refused(text, problem, column):
+    row = (
+        {column: text} if column in ("conversations", "messages") else {"prompt": "q", "completion": "a", column: text}
+    )
+    with pytest.raises(ValueError, match=f"^'{column}' .*{problem}"):
+        read_document(row, "conversations")
+
+
+def test_other_json_text_is_text():
+    """An answer may be JSON with roles, as of persons; a document may be a file of JSON."""
+    answer = json.dumps([{"name": "Ada", "role": "engineer"}])
+    document, _ = read_document({"prompt": "Who?", "completion": answer}, "text")
+    assert json.loads(document)["messages"][1] == {"role": "assistant", "content": answer}
+    for text in ('{"role": "user", "content": "q"}', "[[" * 10**5, " "):
+        assert read_document({"file": text}, "file") == (text, False)
+    assert read_document({"text": json.dumps(TURN)}, "text") == (json.dumps(TURN), False)
 
 
 @pytest.mark.parametrize("role", ["Assistant", "model", "AI"])
