@@ -79,6 +79,8 @@ class Source:
     line: int = field(default=1, init=False)
     """Number of the line of a jsonl file that is read, for messages."""
     found_separator: bool = field(default=False, init=False)
+    decoded: "Decoded" = field(init=False)
+    """Counts of all files that are read."""
 
     def __post_init__(self) -> None:
         self.name = os.path.expanduser(self.name)  # a pattern is in quotes, so the shell has not expanded ~
@@ -105,7 +107,8 @@ class Source:
         self.stamps = {file: get_source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        for place in self.files or [self.name]:
+        self.decoded, places = Decoded(), self.files or [self.name]
+        for place in places:
             number = 1
             try:
                 is_text = get_file_type(place) in (".txt", ".py")
@@ -121,6 +124,8 @@ class Source:
                 raise self._error(problem) from None
             if changed:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
+            if problem := self.decoded.find_problem(complete=place == places[-1]):
+                raise self._error(f"{self.name!r}, in all files: {problem} and others")
         is_txt = any(get_file_type(file) == ".txt" for file in self.files)
         if self.separator and is_txt and not self.found_separator and self.setting == "source":
             problem = f"document_separator: {self.document_separator!r} does not occur in {self.name!r}"
@@ -197,7 +202,7 @@ class Source:
         separator, rest = self.separator, ""
         self._check_kind(conversations=False)
         with open_text(file, self.errors) as text:
-            for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file):
+            for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file, self.decoded):
                 if separator:
                     *documents, rest = (rest + chunk).split(separator)
                     self.found_separator |= bool(documents)
@@ -226,7 +231,7 @@ class Source:
         elif get_file_type(place) == ".jsonl":
             self.line = 1
             with open_text(place, self.errors) as lines:
-                for line in check_decoded(lines, place):
+                for line in check_decoded(lines, place, self.decoded):
                     if not line.isspace():
                         yield parse_line(line.removeprefix("\ufeff"), place)  # of a file that was appended
                     self.line += 1
@@ -350,29 +355,57 @@ def count_escapes(text: str) -> int:
     return count
 
 
-def check_decoded(texts: Iterable[str], file: str) -> Iterator[str]:
+@dataclass
+class Decoded:
+    """Counts of the decoded text of one file, or of all files of a source, which show that its encoding is another."""
+
+    characters: int = 0
+    replaced: int = 0
+    escapes: int = 0
+    file: str = ""
+    """The first file with one of them."""
+
+    def add(self, characters: int, replaced: int, escapes: int, file: str) -> None:
+        """Add the counts of a piece of a file."""
+        self.characters, self.replaced = self.characters + characters, self.replaced + replaced
+        self.escapes += escapes
+        if replaced or escapes:
+            self.file = self.file or file
+
+    def find_problem(self, complete: bool) -> str | None:
+        """Return why this is another encoding, None if it is not, or too little of it is read unless it is complete."""
+        limit = max(MAX_REPLACED, self.characters * MAX_FRACTION_REPLACED)
+        if max(self.replaced, self.escapes) <= limit or not (complete or self.characters >= MIN_CHARACTERS):
+            return None
+        found = f"{self.replaced:,} of its first {self.characters:,} characters are not UTF-8, or are U+FFFD already"
+        if self.escapes > limit:
+            found = f"{self.escapes:,} escapes of ISO-2022, HZ or UTF-7 in its first {self.characters:,} characters"
+            found = f"there are {found}"
+        return f"{found}; {name_conversion(self.file)}"
+
+
+def name_conversion(file: str) -> str:
+    """Return the remedy for a file in another encoding."""
+    return f"make it UTF-8, as by iconv -f ENCODING -t UTF-8 {file!r}"
+
+
+def check_decoded(texts: Iterable[str], file: str, of_source: Decoded) -> Iterator[str]:
     """Yield the pieces of a file's text after checking that the file has the encoding that it was decoded with.
+
+    `of_source` receives the counts, too: many small files may each have fewer than a file is allowed.
 
     Raises:
         ValueError: the text has a NUL, or too many characters were replaced or are escapes of another encoding.
     """
-    remedy = f"make it UTF-8, as by iconv -f ENCODING -t UTF-8 {file!r}"
-    characters = replaced = escapes = 0
-
-    def check_counts() -> None:
-        if escapes > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
-            found = f"{escapes:,} escapes of ISO-2022, HZ or UTF-7 in its first {characters:,} characters"
-            raise ValueError(f"there are {found}; {remedy}")
-        if replaced > max(MAX_REPLACED, characters * MAX_FRACTION_REPLACED):
-            found = f"{replaced:,} of its first {characters:,} characters are not UTF-8, or are U+FFFD already"
-            raise ValueError(f"{found}; {remedy}")
-
+    of_file = Decoded()
     for text in texts:
         if "\0" in text:  # every other byte of Latin text in UTF-16 without a byte order mark
-            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {remedy}")
-        characters, replaced = characters + len(text), replaced + text.count("\ufffd")
-        escapes += count_escapes(text)
-        if characters >= MIN_CHARACTERS:
-            check_counts()
+            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {name_conversion(file)}")
+        replaced, escapes = text.count("\ufffd"), count_escapes(text)
+        for counts in (of_file, of_source):
+            counts.add(len(text), replaced, escapes, file)
+        if problem := of_file.find_problem(complete=False):
+            raise ValueError(problem)
         yield text
-    check_counts()
+    if problem := of_file.find_problem(complete=True):
+        raise ValueError(problem)

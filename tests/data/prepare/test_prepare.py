@@ -1164,6 +1164,22 @@ def test_encodings_of_ascii_bytes_are_refused(tmp_path, text, encoding):
     assert "escapes of ISO-2022, HZ or UTF-7" in refusal(tmp_path / "a.txt", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("text", "encoding", "found"), [(GERMAN, "latin-1", "are not UTF-8"), (CHINESE, "hz", "escapes of ISO-2022, HZ or")]
+)
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_small_files_in_another_encoding_are_refused(tmp_path, text, encoding, found, ending):
+    """Each has no more than a file is allowed, the first none at all."""
+    for index in range(20):
+        line = "plain ASCII" if index == 0 else text[:60]
+        line = line if ending == "txt" else json.dumps({"text": line}, ensure_ascii=False)
+        (tmp_path / f"{index:02d}.{ending}").write_bytes(line.encode(encoding))
+    message = refusal(tmp_path / "*", tmp_path / "out")
+    assert "in all files: " in message and found in message, message
+    assert f"iconv -f ENCODING -t UTF-8 '{tmp_path}/01.{ending}' and others" in message, message
+    [*Source(f"{tmp_path}/0[01]*")]  # two such files are too few to tell
+
+
 def test_escapes_of_terminals_and_code_are_text(tmp_path):
     text = "\x1b[1mbold\x1b(B a+bcd-e x = ~{mask} +1234- +AGE- ~{} C+base-2\n" * 99
     (tmp_path / "a.txt").write_text(text)
