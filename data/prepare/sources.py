@@ -200,6 +200,7 @@ class Source:
 
     def _read_txt(self, file: str) -> Iterator[tuple[str, bool]]:
         separator, rest = self.separator, ""
+        begun = True  # whether what comes after the last separator is a document, though it may be blank
         self._check_kind(conversations=False)
         with open_text(file, self.errors) as text:
             for chunk in check_decoded(iter(partial(text.read, CHUNK), ""), file, self.decoded):
@@ -207,10 +208,13 @@ class Source:
                     *documents, rest = (rest + chunk).split(separator)
                     self.found_separator |= bool(documents)
                     yield from ((document, True) for document in documents)
-                    settled = max(len(rest) - len(separator) + 1, 0)  # the rest may be the start of a separator
+                    # The rest may be the start of a separator or, if it is blank, what follows the last one.
+                    settled = 0 if rest.isspace() else max(len(rest) - len(separator) + 1, 0)
                     chunk, rest = rest[:settled], rest[settled:]
+                    begun = (begun and not documents) or bool(chunk)
                 yield chunk, False
-        yield rest, True
+        if begun or rest.strip():
+            yield rest, True
 
     def _read_rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._read_records(place):

@@ -196,6 +196,23 @@ def test_source_finds_separator_across_chunks(tmp_path, monkeypatch, piece):
     assert found[:-1] == documents
 
 
+@pytest.mark.parametrize("ending", ["", "\n", "\n\n \n"])
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("separator", ["#", "<end>"])
+def test_separator_may_end_the_last_document(tmp_path, monkeypatch, ending, piece, separator):
+    """What is blank after it is no document; what is blank elsewhere is."""
+    monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
+    documents = ["one\n", "", "\n\n", "two <end  \n"]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("".join(text + separator for text in documents) + ending)
+    (tmp_path / "c.txt").write_text(" ")
+    found = [""]
+    for text, ends in Source(f"{tmp_path}/*.txt", document_separator=separator):
+        found[-1] += text
+        found.extend([""] * ends)
+    assert found == [*documents, *documents, " ", ""]
+
+
 @pytest.mark.parametrize("piece", [1, 3, 100])
 def test_row_is_read_in_pieces(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(data.prepare.sources, "CHUNK", piece)
