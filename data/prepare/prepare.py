@@ -69,7 +69,8 @@ from runtime.machine.cores import available_cores
 
 PROGRAM = "data.prepare"
 SKIPPED = ["empty_documents", "unanswered_conversations"]  # null rows and empty texts; conversations without a target
-COUNTS = ["documents", "tokens", "bytes", *SKIPPED, "replacement_characters"]
+COUNTS = ["documents", "tokens", "bytes", *SKIPPED, "replacement_characters", "unknown_tokens"]
+MAX_UNKNOWN = 10  # tokens of a corpus in any case
 PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
 CONTEXT_CHARACTERS = 1000  # on each side of a cut, encoded to test it
 SHOWN_TOKENS = 120
@@ -129,8 +130,16 @@ class PrepareConfig(Settings):
     """Largest fraction of the documents that may be skipped, because they are empty or have no answer to train on. Up
     to five are skipped in any case."""
 
+    max_unknown: Annotated[float, Ge(0), Le(1)] = 0.002
+    """Largest fraction of the tokens that may stand for text that the tokenizer has no token for: its unknown token or,
+    without one, characters that it leaves out. Up to ten may in any case."""
+
     num_workers: Annotated[int, Ge(1), Le(1024)] = available_cores()
     """Processes that encode text. The corpus is the same for any number."""
+
+
+class LimitError(ConfigError):
+    """More text was lost than a setting allows. The cache stays, because with another limit the corpus is the same."""
 
 
 def split_documents(source: Source, validation: str, held_out: Source | None) -> Iterator[Text]:
@@ -230,16 +239,41 @@ def read_blocks(
 
 
 @lru_cache(maxsize=1)
-def load_encoder(folder: Path, conversations: bool) -> Callable[[str, bool], tuple[str, dict[str, list[int]]]]:
-    """Return encode(piece, begins_document), which returns the text of a piece and its columns of tokens.
+def load_encoder(folder: Path, conversations: bool) -> tuple[Callable, Callable[[str, list[int]], int]]:
+    """Return encode(piece, begins_document), and what `count_unknown` returns.
 
-    The columns are {} if the piece is to be skipped. A tokenizer that is sent to another process would lose
-    `encode_special_tokens`; so each process loads it.
+    The first returns the text of a piece and its columns of tokens, {} if the piece is to be skipped. A tokenizer that
+    is sent to another process would lose `encode_special_tokens`; so each process loads it.
     """
     tokenizer, properties = load_tokenizer(folder)
+    unknown = count_unknown(tokenizer, properties["end_of_text"])
     if conversations:
-        return partial(chat_template.encode_row, chat_template.ChatTemplate(chat_template.open_chat_tokenizer(folder)))
-    return partial(encode_text, tokenizer, properties["end_of_text"])
+        template = chat_template.ChatTemplate(chat_template.open_chat_tokenizer(folder))
+        return partial(chat_template.encode_row, template), unknown
+    return partial(encode_text, tokenizer, properties["end_of_text"]), unknown
+
+
+def count_unknown(tokenizer: Tokenizer, end_of_text: int) -> Callable[[str, list[int]], int]:
+    """Return count(text, tokens): in how many places of a text a tokenizer has no token for it."""
+    parts = json.loads(tokenizer.to_str())
+    model = parts["model"]
+    # Most tokenizers have a token for it, which a text may name, too.
+    name = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
+    unknown = None if name is None else tokenizer.token_to_id(name)
+    if unknown is not None and unknown != end_of_text:
+        return lambda text, tokens: max(tokens.count(unknown) - text.count(name), 0)
+
+    # A BPE without one leaves it out, unless it has a token for every byte. Other tokenizers raise an error.
+    all_bytes = {bytes([byte]) for byte in range(256)}
+    if model["type"] != "BPE" or all_bytes <= {*(token_bytes(tokenizer, end_of_text) or {}).values()}:
+        return lambda text, tokens: 0
+
+    # This copy writes the end of text, which no text has, in its place.
+    model["unk_token"] = tokenizer.id_to_token(end_of_text)
+    model["vocab"][model["unk_token"]] = end_of_text
+    copy = Tokenizer.from_str(json.dumps(parts))
+    copy.encode_special_tokens = True
+    return lambda text, tokens: copy.encode(text, add_special_tokens=False).ids.count(end_of_text)
 
 
 def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch: dict[str, list]) -> dict[str, list]:
@@ -247,7 +281,8 @@ def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch
     tolerate_refused_modes()  # in every process that encodes
     columns: dict[str, list] = {name: [] for name in [*dtypes, *COUNTS]}
     for text, begins in zip(batch["text"], batch["begins"], strict=True):
-        text, encoded = load_encoder(folder, conversations)(text, begins)
+        encode, count = load_encoder(folder, conversations)
+        text, encoded = encode(text, begins)
         row: dict[str, Any] = {name: np.array(encoded.get(name, ()), dtype) for name, dtype in dtypes.items()}
         row |= dict.fromkeys(COUNTS, 0) | {"tokens": len(row["input_ids"])}
         if not encoded:
@@ -255,6 +290,7 @@ def encode_rows(folder: Path, conversations: bool, dtypes: dict[str, str], batch
         if encoded:  # bytes of the text that the tokens encode
             row |= {"documents": int(begins), "bytes": len(text.encode())}
             row["replacement_characters"] = text.count("\ufffd")
+            row["unknown_tokens"] = count(text, encoded["input_ids"])
         for name, value in row.items():
             columns[name].append(value)
     return columns
@@ -274,6 +310,7 @@ def prepare(config: PrepareConfig) -> dict:
     """Make the corpus, or resume after a killed process; return its metadata.
 
     Raises:
+        LimitError: too much of the text is lost. The cache stays; the same command with another limit resumes.
         ConfigError: a setting or an input is wrong. The cache is removed.
         OSError: the corpus cannot be written. The cache stays; the same command resumes.
     """
@@ -281,7 +318,8 @@ def prepare(config: PrepareConfig) -> dict:
     source, held_out = _open_sources(config)
     stamps = source.stamps | (held_out.stamps if held_out else {})
     stamps |= {file: get_source_stamp(file) for file in find_files(f"{escape(config.tokenizer)}/*")}
-    request = config.model_dump() | {"out": None, "num_workers": None, "files": stamps}  # what the corpus depends on
+    without = dict.fromkeys(("out", "num_workers", "max_skipped", "max_unknown"))  # the corpus does not depend on them
+    request = config.model_dump() | without | {"files": stamps}
     if out.exists():
         with suppress(ConfigError):
             if (metadata := read_metadata(out)).get("request") == request:
@@ -313,6 +351,8 @@ def prepare(config: PrepareConfig) -> dict:
         write_atomically(request_file, content)
         try:
             metadata = _make_corpus(config, source, held_out, work) | {"request": request}
+        except LimitError:
+            raise
         except ConfigError:
             shutil.rmtree(work)
             with suppress(OSError):  # another process uses one of them
@@ -407,6 +447,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     counts: dict[str, Any] = dict(zip(SPLITS, sums.to_dict("records"), strict=True))
     _check_splits(config, *(counts[split]["documents"] for split in SPLITS))
     _check_skipped(config, counts)
+    _check_unknown(config, counts)
     if shared and len(shared) >= counts["validation"]["documents"]:
         problem = f"validation: all documents of {config.validation!r} are in {config.source!r}, too, so a loss on them"
         raise ConfigError(f"{problem} says nothing about new text; take them out of one of the two, or use hash:0.1")
@@ -507,7 +548,21 @@ def _check_skipped(config: PrepareConfig, counts: dict[str, Any]) -> None:
         found = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in skipped.items() if count)
         problem = f"max_skipped: {config.max_skipped}, but of {number + documents:,} documents {number:,} were skipped"
         remedy = "look at the source, or raise max_skipped to go on without them"
-        raise ConfigError(f"{problem} ({found}); {remedy}")
+        raise LimitError(f"{problem} ({found}); {remedy} ({_name_cache(config)})")
+
+
+def _check_unknown(config: PrepareConfig, counts: dict[str, Any]) -> None:
+    """Raise ConfigError if more than `max_unknown` of the tokens stand for text that the tokenizer has no token for."""
+    number, tokens = (sum(counts[split][name] for split in SPLITS) for name in ("unknown_tokens", "tokens"))
+    if number > max(MAX_UNKNOWN, config.max_unknown * tokens):
+        problem = f"max_unknown: {config.max_unknown}, but in {number:,} places, for {tokens:,} tokens in all, the "
+        problem += f"tokenizer {config.tokenizer!r} has no token for the text"
+        remedy = f"name one that has, or raise max_unknown to lose that text ({_name_cache(config)})"
+        raise LimitError(f"{problem}; {remedy}")
+
+
+def _name_cache(config: PrepareConfig) -> str:
+    return f"{config.out}.partial keeps what is encoded, until you remove it"
 
 
 def show_document(corpus: Path) -> str:

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import datasets
 import psutil
@@ -805,6 +806,45 @@ def test_prepare_refuses_text_unknown_to_tokenizer(tmp_path):
     assert "encodes characters as its end of text" in message and "'<|end|>' as document_separator" in message
 
 
+def save_words(folder, name):
+    """Save a tokenizer for the letters of "abc"; one that has no token for others gives <unk> or leaves them out."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate(["<end>", "<unk>", "a", "b", "c"])}
+    model: Any = {
+        "Unigram": lambda: models.Unigram([(token, -1.0) for token in vocab], unk_id=1),
+        "WordPiece": lambda: models.WordPiece(vocab, unk_token="<unk>", continuing_subword_prefix=""),
+        "BPE with <unk>": lambda: models.BPE(vocab, [], unk_token="<unk>"),
+        "BPE": lambda: models.BPE(vocab, []),
+        "bytes without all bytes": lambda: models.BPE(vocab, []),
+    }[name]()
+    tokenizer = Tokenizer(model)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if "bytes" in name:
+        tokenizer.pre_tokenizer = byte_level
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["Unigram", "WordPiece", "BPE with <unk>", "BPE", "bytes without all bytes"])
+def test_text_without_a_token_is_counted_and_limited(tmp_path, name):
+    words, source = save_words(tmp_path / "words", name), tmp_path / "a.jsonl"
+    write_jsonl(source, ["abc" * 30] * 99 + ["z"] * 10)
+    assert make(source, tmp_path / "few", words)["train"]["unknown_tokens"] == 10
+    write_jsonl(source, ["abc" * 30] * 99 + ["z"] * 20)
+    message = refusal(source, tmp_path / "out", words)
+    assert "max_unknown: 0.002, but in 20 places" in message and "has no token for the text" in message
+    metadata = make(source, tmp_path / "out", words, max_unknown=0.01)
+    assert metadata["train"]["unknown_tokens"] == 20 and metadata["train"]["documents"] == 119
+
+
+def test_unknown_token_that_a_text_names_is_not_lost(tmp_path):
+    """As in texts whose rare words were replaced before."""
+    words, text = save_words(tmp_path / "words", "Unigram"), "abc<unk>" * 20
+    metadata = make(write_jsonl(tmp_path / "a.jsonl", [text]), tmp_path / "out", words)
+    assert rows(tmp_path / "out")[0].count(1) == 20 and metadata["train"]["unknown_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     "name, content, named",
     [
@@ -1133,12 +1173,14 @@ def test_validation_documents_in_training_are_counted_or_refused(tmp_path):
     assert "in_validation" not in make(source, tmp_path / "none", validation="hash:0.2")["train"]
 
 
-def test_many_skipped_documents_are_refused(tmp_path):
+def test_many_skipped_documents_are_refused(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", [*(f"document {i}" for i in range(94)), *[""] * 6])
     message = refusal(source, tmp_path / "out")
     assert "max_skipped: 0.01, but of 100 documents 6 were skipped (6 empty documents)" in message
     assert not (tmp_path / "out").exists()
-    assert make(source, tmp_path / "out", max_skipped=0.06)["train"]["empty_documents"] == 6
+    with monkeypatch.context() as patch:  # what was encoded is still there
+        patch.setattr(data.prepare.prepare, "encode_text", lambda *_: 1 / 0)
+        assert make(source, tmp_path / "out", max_skipped=0.06)["train"]["empty_documents"] == 6
     few = write_jsonl(tmp_path / "b.jsonl", ["a document", *[""] * 5])
     assert make(few, tmp_path / "few")["train"]["empty_documents"] == 5
 
