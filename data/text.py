@@ -117,8 +117,7 @@ class TextDataset(Dataset):
             self.num_rows = len(self.rows)
         self.num_samples = min(num_samples or self.num_rows, self.num_rows)
         if self.num_rows < 1:
-            problem = f"data: the {split} split of {corpus.path} has {num_tokens} tokens, too few for a row of seq_len"
-            raise ConfigError(f"{problem} {seq_len}; use more text, or for one file --validation tail:0.1")
+            raise ConfigError(f"data: the {split} split of {corpus.path} has {self._explain_no_rows(num_tokens)}")
 
     def __reduce__(self):
         # A worker that is not forked opens the files itself, instead of receiving their content.
@@ -196,6 +195,20 @@ class TextDataset(Dataset):
             self.rows = np.setdiff1d(self.rows, lost)
             counts = "{:,} in {:,} rows; {:,} cut off at seq_len, {:,} of them left out; targets are the answers alone"
             self.packing_note = counts.format(*map(len, (lengths, self.rows, cut, lost)))
+
+    def _explain_no_rows(self, num_tokens: int) -> str:
+        if not num_tokens:
+            remedy = "prepare it with --validation hash:0.1 or, for one file of text, tail:0.1"
+            return f"no documents; {remedy if self.split == 'validation' else 'use more text'}"
+        if not self.corpus.has_conversations:
+            remedy = "use a smaller seq_len, more text, or for one file --validation tail:0.1"
+            return f"{num_tokens} tokens, too few for a row of seq_len {self.seq_len}; {remedy}"
+        targets = np.concatenate(
+            [np.flatnonzero(columns[1]) + first for columns, first in zip(self.values, self.first_tokens, strict=False)]
+        )
+        begins = self.begins[np.searchsorted(self.begins, targets, side="right") - 1]
+        needed = f"; raise seq_len to at least {(targets - begins).min() + 1}" if len(targets) else ""
+        return f"{len(self.begins) - 1:,} conversations, none with an answer within seq_len {self.seq_len}{needed}"
 
     def _copy(self, first: int, out: np.ndarray, column: int = 0) -> np.ndarray:
         """Fill `out` with the stream from token `first` on, across batches, until the stream ends; return it."""

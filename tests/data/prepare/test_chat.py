@@ -760,6 +760,18 @@ def test_row_packs_as_many_conversations_as_fit(folder, seq_len):
     )
 
 
+@pytest.mark.parametrize("packing", ["isolated", "padded"])
+def test_conversations_without_an_answer_within_seq_len_name_one(tmp_path, packing):
+    rows = [{"prompt": "q" * length, "response": "a"} for length in (30, 20, 40)]
+    make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a", validation="hash:0.0")
+    needed = min(mask.index(1) for _, mask in read_rows(tmp_path / "a")) + 1
+    with pytest.raises(ConfigError, match=f"3 conversations, none .* seq_len 16; raise seq_len to at least {needed}$"):
+        open_split(tmp_path / "a", seq_len=16, packing=packing)
+    assert len(open_split(tmp_path / "a", seq_len=needed, packing=packing)) == 1
+    with pytest.raises(ConfigError, match="validation split of .* has no documents; .* --validation hash:0.1 or"):
+        open_split(tmp_path / "a", "validation", packing=packing)
+
+
 def test_padded_packing_gives_each_conversation_a_row(folder):
     stored, dataset = read_rows(folder / "marked"), open_split(folder / "marked", seq_len=400, packing="padded")
     assert len(dataset) == len(stored)
