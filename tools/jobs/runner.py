@@ -385,6 +385,8 @@ def raise_stopped() -> NoReturn:
 
 def describe_failure(job: Job, exit_code: int, status: Status) -> Failure:
     """Return why a run failed whose process ended with this exit code (negative: by a signal) and status."""
+    if exit_code == 0 and status.kind == "error":
+        return Failure(f"ended with exit code 0 before its last step ({status.reason})")
     if exit_code < 0:
         return Failure(f"ended by {signal.Signals(-exit_code).name}; out of memory?", killed=True)
     if status.state == "running":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -152,9 +153,9 @@ def test_stopped_confirmation_resumes(experiments):
 
 def test_minutes_start_no_run_that_would_end_late(experiments, monkeypatch):
     """By a clock on which each run takes a minute."""
-    clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()))
-    for module in ("confirm", "runs"):
-        monkeypatch.setattr(f"tools.experiment.{module}.time", clock)
+    clock = SimpleNamespace(monotonic=lambda: 60 * len(experiments.started()), sleep=time.sleep)
+    for module in ("experiment.runs", "jobs.runner"):
+        monkeypatch.setattr(f"tools.{module}.time", clock)
     [difference] = experiments.confirm(A, seeds=20, minutes=6, jobs=1)["differences"]
     assert 4 <= len(experiments.started()) <= 6 and 2 <= difference["runs"] <= 3
 

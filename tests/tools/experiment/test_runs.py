@@ -76,7 +76,7 @@ def test_run_that_is_always_killed_fails(code, message, experiments):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("sys.exit(0)", "ends before its last step"),
+        ("sys.exit(0)", "ended with exit code 0 before its last step (it printed nothing)"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("settings['model.fails'] = True", "the loss is nan"),
     ],
