@@ -260,7 +260,7 @@ def count_unknown(tokenizer: Tokenizer, end_of_text: int) -> Callable[[str, list
     # Most tokenizers have a token for it, which a text may name, too.
     name = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
     unknown = None if name is None else tokenizer.token_to_id(name)
-    if unknown is not None and unknown != end_of_text:
+    if name is not None and unknown is not None and unknown != end_of_text:
         return lambda text, tokens: max(tokens.count(unknown) - text.count(name), 0)
 
     # A BPE without one leaves it out, unless it has a token for every byte. Other tokenizers raise an error.
