@@ -132,11 +132,6 @@ class GPTConfig(Settings):
                 f"model.window_pattern: {self.window_pattern!r} does not consist of letters S (with the window) "
                 "and L (without); use one such as SSL"
             )
-        elif self.window is not None and not any(self.windows):
-            problems.append(
-                f"model.window: {self.window} has no effect, because model.window_pattern {self.window_pattern!r} "
-                f"gives it to none of {self.n_layers} layers; leave it out, or use SSL and more layers"
-            )
         if self.n_heads % self.resolved_n_kv_heads:
             divisors = [str(n) for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
             problems.append(

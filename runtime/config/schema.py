@@ -431,6 +431,12 @@ class TrainConfig(Settings):
             yield f"seq_len: {self.seq_len} is longer than model.max_position_embeddings: {longest}; {remedy}"
         if self.data.source == "random" and self.model.vocab_size is None:
             yield "model.vocab_size: null means the tokenizer's, but data.source: random has no tokenizer; set a number"
+        if self.model.window is not None and self.model.window_pattern and not any(self.model.windows):
+            yield (
+                f"model.window: {self.model.window} has no effect, because model.window_pattern "
+                f"{self.model.window_pattern!r} gives it to none of {self.model.n_layers} layers; leave it out, or use "
+                "SSL and more layers"
+            )
 
     def _batch_and_exact_problems(self, num_processes: int) -> Iterator[str]:
         # Batches that the processes cannot split.

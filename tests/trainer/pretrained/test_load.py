@@ -343,7 +343,10 @@ def test_verdict_names_scored_length_of_long_text(run, capsys):
 
 def test_story_probability_excludes_auxiliary_loss(run, capsys, monkeypatch):
     loaded, story = load_run(run), StoriesDataset("train", 1, 0, 128).text(0)
-    tokens, settings = [0, *loaded.tokenizer(story)["input_ids"]], SampleConfig(run="", temperature=0, max_new_tokens=1)
+    tokens, settings = (
+        [0, *loaded.tokenizer(story)["input_ids"]],
+        SampleConfig(run="x", temperature=0, max_new_tokens=1),
+    )
     sample.generate_sample(loaded, story, tokens, 0, settings)
     expected, forward = capsys.readouterr().out, type(loaded.model).forward
 
@@ -398,7 +401,7 @@ def test_sample_prints_verdict_of_accepted_story(run, capsys):
         for block in loaded.model.blocks:  # a model that always predicts the end of text
             block.attention.out_proj.weight.zero_()
         loaded.model.lm_head.weight.zero_()
-    sample.generate_sample(loaded, story, tokens, 0, SampleConfig(run="", temperature=0, max_new_tokens=1))
+    sample.generate_sample(loaded, story, tokens, 0, SampleConfig(run="x", temperature=0, max_new_tokens=1))
     assert f"accepted, log-probability {STORIES.grammar.log_probability(story):.2f} nats" in capsys.readouterr().out
 
 
@@ -426,7 +429,7 @@ def test_sample_streams_whole_characters(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys, "stdout", Screen())
     sample.generate_sample(
-        LoadedModel(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(run="")
+        LoadedModel(None, model, tokenizer), "ma", tokenizer("ma")["input_ids"], 0, SampleConfig(run="x")
     )
     assert shown == ["ma", "man", "mané", "mané ", "mané €", "mané €!"]
 
@@ -438,7 +441,7 @@ def test_sample_keeps_space_after_prompt(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[1]])]))
-    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(run=""))
+    sample.generate_sample(LoadedModel(None, model, tokenizer), "ma", [2, 0], 0, SampleConfig(run="x"))
     assert capsys.readouterr().out == "ma ni\n"
 
 
@@ -449,7 +452,7 @@ def test_sample_escapes_generated_control_characters(monkeypatch, capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     model = make_model(vocab_size=3).eval()
     monkeypatch.setattr(model, "stream", lambda *args, **kwargs: iter([torch.tensor([[0]]), torch.tensor([[1]])]))
-    text = sample.generate_sample(LoadedModel(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(run=""))
+    text = sample.generate_sample(LoadedModel(None, model, tokenizer), "\x9b1m", [2], 0, SampleConfig(run="x"))
     assert capsys.readouterr().out == "\\x9b1m\\x1b[2J\n\n"
     assert text == "\x9b1m\x1b[2J\n"
 
