@@ -92,6 +92,8 @@ TUNED_IDEAS = {
     "value residual": "benchmarks/known_effects/value_residual.patch --model.value_residual true",
     "zero-initialised projections": "--model.zero_init true",
 }
+# Digests of the variants of this race with twice the parameters; the folder `configs` has their settings.
+TWICE_AS_LARGE = {"baseline": "aafb966d", MUON: "7c838182"}
 # Digests of the variants with four times the parameters, of which the folder `configs` has the settings.
 LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6afde28a"}
 
@@ -118,11 +120,13 @@ def test_figures_of_how_to_and_readme(races):
         f"half its learning rate is `{half['verdict']}`, {show(half)}",
         f"{muon['verdict']} after four runs",
         f"{losses(muon, race)}, {show(muon)}",
-        *confirmed_figures(),
+        *confirmed_figures()[:2],
     ]
     assert muon["runs"] == 4
     check_figures(joined(PAGE.partition("## An example")[2]), figures)
     assert f"{race['runs']} runs with {hours(race)} CPU hours" in joined(README) and show(muon) in joined(README)
+    at_twice_the_size = confirmed_figures()[1].split()[0]
+    assert f"shrinks](docs/experiments.md#an-example-eighteen-ideas-on-text) to {at_twice_the_size}." in README
 
 
 def test_figures_of_eighteen_ideas(races):
@@ -142,7 +146,23 @@ def test_figures_of_eighteen_ideas(races):
 
 
 def confirmed_figures():
-    return []
+    """Compare the runs of the confirmation of Muon again, and return its figures."""
+    folder = (RAW / TUNED).parents[1]
+    [file] = (folder / "confirmations").glob("*.json")
+    stored, record, results = json.loads(file.read_text()), Record.read(RAW / TUNED), read_results(folder)
+    ideas = record.rounds[1]
+    digests = {1.0: {"baseline": ideas.baseline["digest"], MUON: ideas.ideas[ideas.winner]["digest"]}}
+    digests[2.0] = TWICE_AS_LARGE
+    differences = []
+    for size, names in digests.items():
+        differences += confirm.compare(size, names, [(MUON, "baseline")], results, record.margin)
+    trends = confirm.trends(differences, digests, results)
+    assert differences == [pytest.approx(one) for one in stored["differences"]]
+    assert trends == [pytest.approx(one) for one in stored["trends"]]
+    [trend] = trends
+    assert trend["trend"] == "shrinks" and stored["seeds"] == 4
+    ends = [percent(trend[name]) for name in ("change", "low", "high")]
+    return [*map(show, differences), "{} ({} to {})".format(*ends)]
 
 
 def test_figures_of_results(races):
