@@ -173,6 +173,7 @@ def write_zeros_corpus(folder, tokens, tokens_per_file, tokenizer):
     (folder / "metadata.json").write_text(damaged(metadata))
 
 
+@pytest.mark.slow
 def test_ten_billion_tokens_open_with_little_memory(tmp_path, folder):
     """The corpus has as many files as data.prepare makes of that much English text."""
     write_zeros_corpus(tmp_path / "corpus", 10**10, 4_000_000, folder / "a" / "tokenizer")

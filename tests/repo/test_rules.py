@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, thinned
 
 RUFF = [sys.executable, "-m", "ruff"]
 
@@ -83,7 +83,7 @@ def test_core_tests_import_no_tools():
     assert not found
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", thinned(SCRIPTS, 3))
 def test_script_starts_with_a_safe_path(script, tmp_path):
     """As PYTHONSAFEPATH=1 asks for: Python leaves out the folder of the script."""
     done = subprocess.run([sys.executable, "-P", ROOT / f"{script}.py", "--help"], cwd=tmp_path, capture_output=True)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.conftest import TINY_STORIES, python, train
+from tests.conftest import TINY_STORIES, python, thinned, train
 from tests.trainer.checkpoint.test_identity import finished, run, tree, under_code  # noqa: F401 - fixtures
 from trainer.checkpoint.identity import code_hash
 
 
-@pytest.mark.parametrize("code", ["0123456789ab", None], ids=["other", "unknown"])
+@pytest.mark.parametrize("code", thinned(["0123456789ab", None], 2), ids=["other", "unknown"])
 def test_replay_reports_other_code(code, run):  # noqa: F811
     under_code(run, code)
     shown = python(f"python -m tools.replay {run} 1").stdout

@@ -9,7 +9,7 @@ import yaml
 
 from runtime.config.errors import ConfigError
 from runtime.config.parser import parse_config
-from tests.conftest import ROOT
+from tests.conftest import ROOT, thinned
 from tools.experiment.change import Checkouts, head_commit, merge, parse_idea, split_words
 
 LAB = ["--config", str(ROOT / "configs" / "lab.yaml")]
@@ -55,7 +55,7 @@ def test_settings_change_the_baseline(name):
 
 
 @needs_git
-@pytest.mark.parametrize("name", PATCHED)
+@pytest.mark.parametrize("name", thinned(PATCHED, 2))
 def test_patch_applies_and_is_needed(name):
     idea = parse_idea(PATCHED[name])  # refuses a patch that does not apply, or changes data or seeds
     with pytest.raises(ConfigError):

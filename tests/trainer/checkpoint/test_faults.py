@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from runtime.files import sha256
-from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, train
+from tests.conftest import TINY_STORIES, assert_same_bits, assert_same_run, metrics, rewind, tensors, thinned, train
 from trainer.checkpoint.manifest import File, newest_valid, read_manifest
 
 STEPS = 8
@@ -167,7 +167,7 @@ def test_run_recovers_from_completely_full_disk(asynchronous, small_disk, undist
     assert_ends_like(disk / "run", undisturbed)
 
 
-@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+@pytest.mark.parametrize("on_failure", thinned(["continue", "stop"], 2))
 def test_deleted_run_directory_is_reported_once(on_failure, runs):
     arguments = [*TINY, "--out_dir", runs, "--checkpoint.on_failure", on_failure]
     done = train(*arguments, exit_code=1, faults="gone:0:4", RUN=str(runs / "run"))
