@@ -121,6 +121,7 @@ def test_figures_of_how_to_and_readme(races):
         f"{muon['verdict']} after four runs",
         f"{losses(muon, race)}, {show(muon)}",
         *confirmed_figures()[:2],
+        report.reach_lines(muon)[0].strip().partition(";")[0],
     ]
     assert muon["runs"] == 4
     check_figures(joined(PAGE.partition("## An example")[2]), figures)
