@@ -22,7 +22,6 @@ A check can be evaded by code that knows it: the report lists the lines to read 
 import copy
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -42,10 +41,10 @@ from torch.utils.data import Subset
 
 from tools.experiment import sandbox
 from tools.experiment.variant_program import answer_stream, hash_sequences
+from tools.jobs.program import read_end
 
 LOGIT_BYTES = 2**28  # maximum size of the logits of a batch
 HASHED_AT_ONCE = 256  # sequences
-MAX_ERROR_BYTES = 2**16  # of the end of what the code of a variant prints on stderr
 # Differences between the two evaluations of a log-probability, in nats: rounding in another batch is below these.
 MAX_DIFFERENCE, MEAN_DIFFERENCE = 1e-2, 1e-4
 PROGRAM = Path(__file__).with_name("variant_program.py")
@@ -95,9 +94,7 @@ class Model:
 
     def _crash(self) -> Crash:
         exit_code = self.process.wait()
-        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERROR_BYTES))
-        printed = self.errors.read().decode(errors="replace")
-        return Crash(next(iter(printed.strip().splitlines()[-1:]), f"exit code {exit_code}"))
+        return Crash(next(iter(read_end(self.errors).strip().splitlines()[-1:]), f"exit code {exit_code}"))
 
     def close(self) -> None:
         """End the process."""

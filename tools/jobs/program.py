@@ -7,11 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tools.jobs import runner
 
 MAX_ERROR_BYTES = 2**16  # of the end of what a program prints on stderr
+
+
+def read_end(errors: IO[bytes]) -> str:
+    """Return the end of what a program has printed into a file."""
+    errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERROR_BYTES))
+    return errors.read().decode(errors="replace")
 
 
 def run_program(
@@ -75,9 +81,7 @@ def run_program(
             if process.poll() is None:
                 runner.kill_with_children(process.pid)
             exit_code = process.wait()
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERROR_BYTES))
-        error = problem or errors.read().decode(errors="replace")
-        return subprocess.CompletedProcess(command, exit_code, printed, error)
+        return subprocess.CompletedProcess(command, exit_code, printed, problem or read_end(errors))
 
 
 def ask(
