@@ -31,7 +31,7 @@ from data.corpus import Corpus, load_corpus
 from model.loss import MetricSums
 from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
-from runtime.config.schema import DataConfig, TrainConfig
+from runtime.config.schema import DataConfig, EvaluationConfig, TrainConfig
 from runtime.config.stored_settings import USE_ITS_CODE, unknown_settings
 from runtime.distributed.launch import join_launch
 from runtime.files import write_atomically
@@ -132,6 +132,8 @@ def evaluation_settings(config: EvaluateConfig, loaded: LoadedModel) -> TrainCon
     }
     if config.num_samples or is_text:
         changes["evaluation.num_samples"] = config.num_samples
+    elif settings.evaluation.num_samples is None:  # of a run that never evaluated
+        changes["evaluation.num_samples"] = EvaluationConfig().num_samples
     if is_text:  # check_tokenizer compares the whole vocabulary
         changes["model.vocab_size"] = None
     return settings.replace(**changes)

@@ -36,10 +36,6 @@ from trainer.pretrained.settings import SampleConfig
 
 def main(config: SampleConfig) -> None:
     """Load the model and stream generated text to the terminal; raise ConfigError for settings that do not fit it."""
-    if config.chat and config.special_tokens:
-        raise ConfigError("special_tokens: true, but in a chat only the chat template inserts them; leave it out")
-    if config.system is not None and not config.chat:
-        raise ConfigError(f"system: {config.system!r} is a message of a chat; give --chat too, or leave it out")
     prepare_cpu()
     loaded = load_run(config.run, config.checkpoint, weights=config.weights)
     if loaded.tokenizer is None:
@@ -73,8 +69,6 @@ def converse(loaded: LoadedModel, config: SampleConfig) -> None:
     if loaded.tokenizer.chat_template is None:
         problem = f"the tokenizer of {config.run!r} has no chat template"
         raise ConfigError(f"chat: {problem}; train on conversations (docs/using.md), or leave it out")
-    if config.num_samples > 1:
-        raise ConfigError(f"num_samples: {config.num_samples}, but chat generates one answer; leave it out")
     limit = loaded.model.config.max_position_embeddings
     room = max(limit - config.max_new_tokens, limit // 2)
     template, history = ChatTemplate(loaded.tokenizer), []

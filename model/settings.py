@@ -18,15 +18,18 @@ class Unused:
 
     For example `zipf: Annotated[float, Unused("data.facts", 0)]`. `unused_settings` in runtime/config/unused.py finds
     the settings that a user gave in vain. The values without effect are named, not the others, so that a value that a
-    fork adds, such as a new source of data, may use any setting.
+    fork adds, such as a new source of data, may use any setting. If there is a second rule, `also`, the setting has no
+    effect where both apply.
     """
 
     name: str
     values: tuple[Any, ...]
+    also: Self | None
 
-    def __init__(self, name: str, *values: Any):
+    def __init__(self, name: str, *values: Any, also: Self | None = None):
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "values", values)
+        object.__setattr__(self, "also", also)
 
 
 class Settings(BaseModel):

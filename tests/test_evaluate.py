@@ -227,3 +227,13 @@ def test_loss_by_position_needs_no_float64_device():
     with DeviceWithoutFloat64():
         sums = corpus.score_logits(torch.zeros(2, 3, 5), batch)
     assert sums["position/1"] == (pytest.approx(2 * math.log(5)), 2)
+
+
+def test_generated_data_of_a_run_that_never_evaluated(tmp_path):
+    """Its config may leave the size of the validation set open; the default is used."""
+    words = (
+        "--config configs/random_tokens.yaml --steps 1 --model.vocab_size 16 --evaluation.num_samples null --name run"
+    )
+    train(*words.split(), "--out_dir", tmp_path)
+    evaluate.main(EvaluateConfig(run=str(tmp_path / "run")))
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["windows"] == 500

@@ -36,7 +36,7 @@ EXACT = [*RUN, "--exact", "true"]
 # configs/shakespeare_char.yaml on random bytes.
 CHAR_11M = f"""--config configs/shakespeare_char.yaml --name run --exact true --steps {STEPS} --data.source random
     --data.num_samples 1000 --model.vocab_size 256 --schedule.name constant --schedule.min_lr_ratio 0
-    --schedule.warmup_steps 2 --evaluation.every 0 --evaluation.num_samples 1 --evaluation.num_logged_generations 0
+    --schedule.warmup_steps 2 --evaluation.every 0 --evaluation.num_logged_generations 0
     --tracking.wandb disabled""".split()
 BATCHES_AND_MUON = ["", "--micro_batch_size 16", "--optimizer.name muon"]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")

@@ -180,11 +180,12 @@ def compare(state: TrainState, batches: list[Batch]) -> tuple[bool, str]:
     state.optimizer.step()  # if it replaces the memory of a weight, a replay uses the old one
     state.optimizer.zero_grad()
     captured = state.graph.graph
-    copies = math.ceil(state.config.evaluation.micro_batch_size / state.config.micro_batch_size)
-    state.model.eval()
-    with torch.no_grad():
-        state.model(**{name: torch.cat([rows] * copies) for name, rows in first.items()}, num_items_in_batch=1.0)
-    state.model.train()
+    if state.config.evaluation.every:
+        copies = math.ceil(state.config.evaluation.micro_batch_size / state.config.micro_batch_size)
+        state.model.eval()
+        with torch.no_grad():
+            state.model(**{name: torch.cat([rows] * copies) for name, rows in first.items()}, num_items_in_batch=1.0)
+        state.model.train()
     results = []
     for compute in (state.graph, *[state.graph.forward_backward] * 3):
         results.append(gradients(compute, second))

@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
+from pydantic import field_validator
 from tokenizers import Tokenizer
 
 from data.integrity import (
@@ -110,7 +111,7 @@ class PrepareConfig(Settings):
     """Validation split. hash:FRACTION: a fraction of the documents, chosen by a hash of their text; tail:FRACTION: the
     end of each document; or a separate source, files or a pattern."""
 
-    document_separator: str | None = None
+    document_separator: Annotated[str, MinLen(1)] | None = None
     r"""Text between the documents of a txt file, not part of any. \n matches line breaks of every kind, \t a tab."""
 
     text_column: str = "text"
@@ -136,6 +137,12 @@ class PrepareConfig(Settings):
 
     num_workers: Annotated[int, Ge(1), Le(1024)] = available_cores()
     """Processes that encode text. The corpus is the same for any number."""
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _expand_user(cls, tokenizer: str) -> str:
+        """Expand ~, which the shell leaves as it is in --tokenizer=~/folder."""
+        return str(expand_user_path("tokenizer", tokenizer)) if tokenizer.startswith("~") else tokenizer
 
 
 class LimitError(ConfigError):
@@ -405,10 +412,14 @@ def _open_sources(config: PrepareConfig) -> tuple[Source, Source | None]:
         if shared := held_out.shared_with(source):
             problem = f"validation: {config.validation!r} has {shared!r} in common with source: {config.source!r}"
             raise ConfigError(problem)
-    if source.separator and ".txt" not in {get_file_type(file) for file in source.files + (held_out or source).files}:
+    file_types = {get_file_type(file) for file in source.files + (held_out or source).files}
+    if source.separator and ".txt" not in file_types:
         problem = f"document_separator: {config.document_separator!r} has no effect on {config.source!r}"
         documents = "module" if config.source == LIBRARY else "row"
         raise ConfigError(f"{problem}, in which each {documents} is a document; leave it out")
+    if config.text_column != "text" and file_types and file_types <= {".txt", ".py"}:
+        problem = f"text_column: {config.text_column!r} has no effect on {config.source!r}"
+        raise ConfigError(f"{problem}, which has no columns; leave it out")
     is_one_document = [get_file_type(file) for file in source.files] == [".txt"] and not source.separator
     if is_one_document and kind == "hash" and fraction > 0:
         problem = f"validation: {config.validation!r} chooses among documents, and {config.source!r} is one"

@@ -115,8 +115,13 @@ def values_of(field: FieldInfo) -> str:
         words.append(f"default {show(field.default)}")
     for rule in field.metadata:
         if isinstance(rule, Unused):
-            words.append(f"no effect with {rule.name}: {' or '.join(map(show, rule.values))}")
+            words.append(f"no effect with {_describe_rule(rule)}")
     return "; ".join(words)
+
+
+def _describe_rule(rule: Unused) -> str:
+    words = f"{rule.name}: {' or '.join(map(show, rule.values))}"
+    return words if rule.also is None else f"{words} and {_describe_rule(rule.also)}"
 
 
 def print_help(kind: type[Settings], usage: str, intro: str) -> None:

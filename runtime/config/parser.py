@@ -153,7 +153,7 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
         args: the command line without the program; default: sys.argv[1:].
 
     Raises:
-        ConfigError: all wrong values together.
+        ConfigError: all wrong values together or, if there are none, all settings that have no effect.
     """
     given = _Given(kind)
     options, words = given.split(sys.argv[1:] if args is None else args)
@@ -173,7 +173,10 @@ def parse_tool(kind: type[Settings], program: str, args: Sequence[str] | None = 
             given.read_option(name, words.pop(0))
     for word in words:
         given.report(word, f"{word}: unexpected argument; --help lists all settings")
-    return given.validate()
+    settings = given.validate()
+    if problems := [setting.problem for setting in unused_settings(settings, typed=given.values)]:
+        raise ConfigError("\n".join(problems))
+    return settings
 
 
 class _Given:

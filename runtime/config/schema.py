@@ -27,6 +27,8 @@ NOT_SYNTHETIC = Unused("data.source", "text")
 NOT_STORIES = Unused("data.source", "random", "text")
 NO_TEACHER = Unused("teacher.path", None)
 NOT_WANDB = Unused("tracking.tracker", "tensorboard")
+NOT_EVALUATED = Unused("evaluation.every", 0)
+NOT_RANDOM = Unused("data.source", "random")
 
 
 class DataConfig(Settings):
@@ -192,11 +194,11 @@ class EvaluationConfig(Settings):
     every: NonNegativeInt = 0
     """Steps between evaluations. The initial model and the last step are evaluated too. 0: never evaluate."""
 
-    num_samples: PositiveInt | None = 500
+    num_samples: Annotated[PositiveInt | None, NOT_EVALUATED] = 500
     """Largest number of sequences in the validation set. Every evaluation uses all of them. source text: sequences that
     are evenly spaced over the validation split, or all of them if there are fewer. null: the whole split."""
 
-    micro_batch_size: PositiveInt = 50
+    micro_batch_size: Annotated[PositiveInt, NOT_EVALUATED] = 50
     """Sequences in one forward pass of an evaluation, per process."""
 
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
@@ -207,12 +209,17 @@ class EvaluationConfig(Settings):
     num_scored_generations: Annotated[int, Ge(0), Le(100_000), NOT_STORIES] = 200
     """Number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
 
-    num_logged_generations: Annotated[int, Ge(0), Le(1000)] = 2
+    num_logged_generations: Annotated[int, Ge(0), Le(1000), NOT_RANDOM] = 2
     """Number of texts, of up to 128 tokens, generated and logged at every evaluation after step 0 and at the end of a
     run. With source stories, num_scored_generations are generated and logged at the end instead. With source random
     and with conversations there are none. 0: none."""
 
-    temperature: NonNegativeFloat = 0.8
+    temperature: Annotated[
+        NonNegativeFloat,
+        NOT_RANDOM,
+        Unused("evaluation.num_logged_generations", 0, also=NOT_STORIES),
+        Unused("evaluation.num_logged_generations", 0, also=Unused("evaluation.num_scored_generations", 0)),
+    ] = 0.8
     """Sampling temperature of scored and logged generations. 0: greedy decoding."""
 
 
@@ -513,7 +520,8 @@ class TrainConfig(Settings):
         if self.cuda_graph and self.activation_checkpointing:
             reason = "activation_checkpointing: true, which saves the state of random generators on the host"
             yield f"cuda_graph: true cannot capture {reason}; set one of them to false"
-        if self.data.source in ("random", "stories") and self.evaluation.num_samples is None:
+        is_generated = self.data.source in ("random", "stories")
+        if is_generated and self.evaluation.every and self.evaluation.num_samples is None:
             endless = f"the validation set of data.source: {self.data.source} is endless"
             yield f"evaluation.num_samples: null means all samples, but {endless}; set a number"
         if self.profile and self.profile[0] > self.profile[1]:

@@ -14,13 +14,9 @@ class UnusedSetting(NamedTuple):
     name: str
     value: Any
     because: str
-    because_value: Any
+    reason: str
+    """The other setting with its value, such as "data.source: text"; of a rule with `also`, both of them."""
     is_default: bool
-
-    @property
-    def reason(self) -> str:
-        """The other setting with its value, such as "data.source: text"."""
-        return f"{self.because}: {show(self.because_value)}"
 
     @property
     def problem(self) -> str:
@@ -46,8 +42,20 @@ def unused_settings(config: Settings, has_model: bool = True, typed: Container[s
         if not value or (is_default and name not in typed):
             continue
         for rule in field.metadata:
-            if isinstance(rule, Unused) and (other := _value(config, rule.name)) in rule.values:
-                yield UnusedSetting(name, value, rule.name, other, is_default)
+            if isinstance(rule, Unused) and (reasons := _reasons(rule, config)):
+                yield UnusedSetting(name, value, rule.name, " and ".join(reasons), is_default)
+
+
+def _reasons(rule: Unused, config: Settings) -> list[str]:
+    """Return the settings with their values because of which a rule applies; [] if it does not."""
+    other = _value(config, rule.name)
+    if other not in rule.values:
+        return []
+    reasons = [f"{rule.name}: {show(other)}"]
+    if rule.also is None:
+        return reasons
+    others = _reasons(rule.also, config)
+    return [*reasons, *others] if others else []
 
 
 def _value(config: Settings, name: str) -> Any:

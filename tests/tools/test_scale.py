@@ -12,7 +12,7 @@ import yaml
 
 from model.gpt import GPTModel
 from runtime.config.errors import ConfigError, RunError
-from runtime.config.parser import parse_config
+from runtime.config.parser import parse_config, parse_tool
 from tests.conftest import ROOT, environment
 from tests.support import forked
 from tools.scale import ladder, law
@@ -257,3 +257,21 @@ def test_law_refuses_loss_below_entropy(simulated_runs):
     file.write_text(json.dumps(simulated))
     with pytest.raises(RunError, match="is not above the entropy of its data"):
         main(simulated_runs)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--law --family gpt2", "family: gpt2 has no effect with depth: null; leave it out"),
+        ("--depth 2 --sizes 16,48", "sizes: 16,48 has no effect with law: false and widths: false"),
+        ("--widths --seeds 3", "seeds: 3 has no effect with law: false"),
+    ],
+)
+def test_settings_of_another_command_are_refused(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_tool(ScaleConfig, "tools.scale", words.split())
+
+
+def test_setting_of_two_commands_is_accepted_by_both():
+    for word in ("--law", "--widths"):
+        assert parse_tool(ScaleConfig, "tools.scale", [word, "--sizes", "16,48"]).sizes == "16,48"

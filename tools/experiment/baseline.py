@@ -37,8 +37,8 @@ def resolve_baseline(recipe: Recipe) -> tuple[Variant, Recipe]:
     prepare_library(recipe)
     print("checking the baseline and the ideas ...", file=sys.stderr)  # which imports torch, so it takes seconds
     baseline = recipe.variant()
-    if baseline.settings["data.source"] == "text" and not baseline.settings["evaluation.every"]:
-        raise ConfigError("evaluation.every: 0 reads no validation data, of which half are the test data; raise it")
+    if not baseline.settings["evaluation.every"]:
+        raise ConfigError("evaluation.every: 0, but an experiment evaluates its runs; set it, such as to their steps")
     if baseline.validation_rows is not None:
         half = baseline.validation_rows // 2
         if not half:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from model.settings import NonNegativeInt, PositiveInt, Settings
+from model.settings import NonNegativeInt, PositiveInt, Settings, Unused
 from runtime.config.errors import ConfigError
 from runtime.config.help import PASSED_ON
 
@@ -136,7 +136,7 @@ class ExperimentConfig(TunedConfig):
     """Train what a race found on other data, for twice the steps and with four times the parameters, and say where it
     is better as well. null: in the time that is left of --minutes when the race has ended."""
 
-    other_data: str | None = None
+    other_data: Annotated[str | None, Unused("reach", False)] = None
     """Settings of the other data in one argument, such as "--data.source text --data.path corpora/mine". null: stories
     for a race on text, and the text of Python's library for others."""
 

@@ -1,10 +1,14 @@
 """Settings of tools.scale; importable without torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import PositiveFloat
 
-from model.settings import NonNegativeInt, PositiveInt, Settings
+from model.settings import NonNegativeInt, PositiveInt, Settings, Unused
+
+NO_DEPTH = Unused("depth", None)
+NO_LAW = Unused("law", False)
+NO_RUNS = Unused("law", False, also=Unused("widths", False))
 
 
 class ScaleConfig(Settings):
@@ -13,17 +17,17 @@ class ScaleConfig(Settings):
     depth: PositiveInt | None = None
     """Number of layers, from which the whole recipe follows; it is printed as a config file. 12 is the 124M class."""
 
-    tokens_per_parameter: PositiveFloat = 20.0
-    """depth: training tokens per non-embedding parameter."""
+    tokens_per_parameter: Annotated[PositiveFloat, NO_DEPTH] = 20.0
+    """Training tokens per non-embedding parameter."""
 
-    family: Literal["qwen3", "llama", "gpt2"] = "qwen3"
-    """depth: the family of models."""
+    family: Annotated[Literal["qwen3", "llama", "gpt2"], NO_DEPTH] = "qwen3"
+    """The family of models."""
 
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """depth: the optimizer."""
+    optimizer: Annotated[Literal["muon", "adamw"], NO_DEPTH] = "muon"
+    """The optimizer."""
 
-    corpus: str | None = None
-    """depth: a corpus prepared by data.prepare. null: stories with facts."""
+    corpus: Annotated[str | None, NO_DEPTH] = None
+    """A corpus prepared by data.prepare. null: stories with facts."""
 
     law: bool = False
     """Train the ladder, fit the law, predict a larger run and train it."""
@@ -32,26 +36,26 @@ class ScaleConfig(Settings):
     """Train each width of the ladder and twice the largest, for the shortest budget, at learning rates around the
     rule's."""
 
-    sizes: str = "16,32,64"
-    """law and widths: widths of the models, multiples of 16."""
+    sizes: Annotated[str, NO_RUNS] = "16,32,64"
+    """Widths of the models, multiples of 16."""
 
-    budgets: str = "400,800,1600,3200"
-    """law and widths: training steps of 16 stories."""
+    budgets: Annotated[str, NO_RUNS] = "400,800,1600,3200"
+    """Training steps of 16 stories."""
 
-    seeds: PositiveInt = 2
-    """law: number of seeds for each size and budget."""
+    seeds: Annotated[PositiveInt, NO_LAW] = 2
+    """Number of seeds for each size and budget."""
 
-    first_seed: NonNegativeInt = 0
-    """law: the first of these seeds, and the seed of the predicted run."""
+    first_seed: Annotated[NonNegativeInt, NO_LAW] = 0
+    """The first of these seeds, and the seed of the predicted run."""
 
-    jobs: PositiveInt | None = None
+    jobs: Annotated[PositiveInt | None, NO_RUNS] = None
     """Number of runs at once. null: one with launch, else one per GPU, or per core up to 8."""
 
-    out_dir: str = "runs/law"
+    out_dir: Annotated[str, NO_RUNS] = "runs/law"
     """Folder for runs, results and figures."""
 
-    launch: str | None = None
+    launch: Annotated[str | None, NO_RUNS] = None
     """Command that starts a run, such as "accelerate launch --config_file X". null: python."""
 
-    arguments: str = ""
-    """law and widths: settings of train.py for all runs."""
+    arguments: Annotated[str, NO_RUNS] = ""
+    """Settings of train.py for all runs."""

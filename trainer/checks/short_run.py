@@ -8,11 +8,10 @@ from runtime.config.parser import parse_config
 from runtime.config.schema import TrainConfig
 from runtime.distributed.world import num_processes
 
-SHORT = """--check_replicas_every 1 --evaluation.num_samples 8 --evaluation.num_scored_generations 0
-    --tracking.log_every 1 --evaluation.num_logged_generations 0 --resume auto --schedule.name constant
-    --checkpoint.every 1 --checkpoint.keep 1 --branch_from null
-    --schedule.warmup_steps 0 --schedule.decay_steps null --schedule.batch_warmup_steps 0
-    --epochs null --tokens null --tracking.tracker wandb --tracking.wandb disabled"""
+SHORT = """--check_replicas_every 1 --evaluation.num_scored_generations 0 --tracking.log_every 1
+    --evaluation.num_logged_generations 0 --resume auto --schedule.name constant --checkpoint.every 1
+    --checkpoint.keep 1 --branch_from null --schedule.warmup_steps 0 --schedule.decay_steps null
+    --schedule.batch_warmup_steps 0 --epochs null --tokens null --tracking.tracker wandb --tracking.wandb disabled"""
 
 
 def parse_short_run(args: list[str]) -> TrainConfig:

@@ -152,6 +152,7 @@ class Verification:
             "schedule.batch_warmup_steps": config.steps - 1 if first else None,
             # 0 stays 0: there may be no validation data
             "evaluation.every": config.evaluation.every and config.steps // 2,
+            "evaluation.num_samples": 8,
         }
         resolved, self.corpus, self.models = resolve(config.replace(**short))  # may refuse a setting
         self.config = resolved.replace(out_dir=self.own_directory(Path(config.out_dir).expanduser()))

@@ -5,13 +5,14 @@ from typing import Annotated, Literal
 from annotated_types import Gt, Le
 from pydantic import NonNegativeFloat, field_validator
 
-from model.settings import NonNegativeInt, PositiveInt, Settings
+from model.settings import NonNegativeInt, PositiveInt, Settings, Unused
 from runtime.config.errors import ConfigError
 from runtime.config.help import POSITIONAL
 from runtime.config.paths import expand_user_path
 from runtime.files import folder_problems
 
 Weights = Literal["evaluated", "trained"]
+GREEDY = Unused("temperature", 0)
 
 
 class TrainedModelConfig(Settings):
@@ -43,18 +44,18 @@ class SampleConfig(TrainedModelConfig):
     """The prompt. Default null: read prompts from the terminal; without a terminal, generate from an empty prompt or,
     with chat, answer each line of the input."""
 
-    special_tokens: bool = False
+    special_tokens: Annotated[bool, Unused("chat", True)] = False
     """Encode special tokens in the prompt, such as <|endoftext|>, as these tokens. Default false: encode them as plain
-    characters, as in the training text."""
+    characters, as in the training text. In a chat, only the chat template inserts them."""
 
     chat: bool = False
     """Hold a conversation: each line is a user message, formatted by the tokenizer's chat template."""
 
-    system: str | None = None
-    """chat: the system message, which is never dropped from the context. null: none."""
+    system: Annotated[str | None, Unused("chat", False)] = None
+    """The system message, which is never dropped from the context. null: none."""
 
-    num_samples: PositiveInt = 1
-    """Samples for each prompt."""
+    num_samples: Annotated[PositiveInt, Unused("chat", True)] = 1
+    """Samples for each prompt. A chat generates one answer."""
 
     max_new_tokens: PositiveInt = 200
     """Maximum number of generated tokens; generation stops earlier at an end-of-text or end-of-turn token."""
@@ -62,13 +63,13 @@ class SampleConfig(TrainedModelConfig):
     temperature: NonNegativeFloat = 0.8
     """0: greedy decoding. 1: sample from the model's distribution. Higher values flatten the distribution."""
 
-    top_k: PositiveInt | None = None
+    top_k: Annotated[PositiveInt | None, GREEDY] = None
     """Sample from this many most likely tokens, of equally likely ones those with the lowest ids. null: from all."""
 
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1), GREEDY] = 1.0
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, GREEDY] = 0
     """Random seed; sample i of a prompt is a function of the seed and i."""
 
 

@@ -30,6 +30,7 @@ from data.prepare.sources import NOT_EVERYWHERE, Source, find_files
 from data.prepare.tokenizer import save_tokenizer
 from data.tokenizer import load_tokenizer
 from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_tool
 from tests.conftest import ROOT, environment, thinned
 from tests.support import forked
 
@@ -1252,6 +1253,23 @@ def test_separator_without_effect_is_refused(tmp_path, separator, name):
     message = refusal(tmp_path / name, tmp_path / "out", document_separator=separator)
     assert message.startswith("document_separator: ") and ("does not occur" if name == "a.txt" else "row") in message
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_column_of_text_without_columns_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    for source in (tmp_path / "a.txt", "python-library"):
+        message = refusal(source, tmp_path / "out", text_column="content")
+        assert message == f"text_column: 'content' has no effect on {str(source)!r}, which has no columns; leave it out"
+
+
+def test_tokenizer_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("one")
+    make(tmp_path / "a.txt", tmp_path / "first")
+    make(tmp_path / "a.txt", tmp_path / "second", tokenizer="~/first/tokenizer")
+    assert texts(tmp_path / "second") == ["one"]
+    with pytest.raises(ConfigError, match="^tokenizer: '~nouser/x' names a user that this machine does not have"):
+        parse_tool(PrepareConfig, "data.prepare", ["--source", "a.txt", "--tokenizer=~nouser/x", "--out", "third"])
 
 
 def test_separator_may_be_a_tab(tmp_path):

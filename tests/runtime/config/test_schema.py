@@ -188,7 +188,10 @@ def test_every_setting_is_documented(capsys):
         (["--name", "~"], ["name", "'~'"]),
         (["--name", "a\nb"], ["name", "printed"]),
         (["--schedule.min_lr_ratio", "1.5"], ["schedule.min_lr_ratio", "1.5", "1"]),
-        (["--evaluation.num_samples", "null"], ["evaluation.num_samples", "null", "random is endless"]),
+        (
+            ["--evaluation.every", "1", "--evaluation.num_samples", "null"],
+            ["evaluation.num_samples", "null", "random is endless"],
+        ),
         (["--out_dir", "~nouser/x"], ["out_dir", "~nouser/x"]),
         (["--out_dir", "${PATH}/x"], ["out_dir: '${PATH}/x' has a variable that only a shell expands"]),
     ],

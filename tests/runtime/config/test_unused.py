@@ -6,8 +6,9 @@ import yaml
 from model.settings import Unused
 from runtime.config.errors import ConfigError
 from runtime.config.help import all_fields, section_class
-from runtime.config.parser import parse_config
+from runtime.config.parser import parse_config, parse_tool
 from runtime.config.schema import TrainConfig
+from trainer.pretrained.settings import SampleConfig
 
 FIELDS = dict(all_fields(TrainConfig))
 RULES = [(name, rule) for name, field in FIELDS.items() for rule in field.metadata if isinstance(rule, Unused)]
@@ -15,6 +16,8 @@ RULES = [(name, rule) for name, field in FIELDS.items() for rule in field.metada
 
 @pytest.mark.parametrize(("name", "rule"), RULES)
 def test_rule_names_a_setting_and_values_that_it_can_have(name, rule):
+    if rule.also is not None:
+        test_rule_names_a_setting_and_values_that_it_can_have(name, rule.also)
     assert not section_class(FIELDS[rule.name])
     for value in rule.values:
         section, _, setting = rule.name.rpartition(".")
@@ -32,6 +35,13 @@ def test_rule_names_a_setting_and_values_that_it_can_have(name, rule):
         ("--max_skipped_in_a_row 3", "max_skipped_in_a_row: 3 has no effect with on_nonfinite: stop"),
         ("--teacher.weight 0.75", "teacher.weight: 0.75 has no effect with teacher.path: null"),
         ("--tracking.tracker tensorboard --tracking.project p", "tracking.project: p has no effect with tracking.tr"),
+        ("--evaluation.num_samples 50", "evaluation.num_samples: 50 has no effect with evaluation.every: 0"),
+        ("--evaluation.micro_batch_size 50", "evaluation.micro_batch_size: 50 has no effect with evaluation.every: 0"),
+        ("--data.source random --evaluation.temperature 1", "evaluation.temperature: 1.0 .* data.source: random"),
+        (
+            "--evaluation.temperature 1 --evaluation.num_logged_generations 0 --evaluation.num_scored_generations 0",
+            "temperature: 1.0 .* evaluation.num_logged_generations: 0 and evaluation.num_scored_generations: 0; leave",
+        ),
         ("--init_hash 0123", "init_hash: 0123 has no effect with init_from: null"),
     ],
 )
@@ -85,3 +95,17 @@ def test_printed_config_is_a_config_file(arguments, tmp_path, capsys):
     notices = []
     config = parse_config(["--config", str(tmp_path / "printed.yaml")], num_processes=2, notify=notices.append)
     assert config.replace(name=None).model_dump(mode="json") == yaml.safe_load(printed) and not notices
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (". --temperature 0 --top_k 5", "top_k: 5 has no effect with temperature: 0.0; leave it out"),
+        (". --chat --num_samples 2", "num_samples: 2 has no effect with chat: true"),
+        (". --chat --special_tokens", "special_tokens: true has no effect with chat: true"),
+        (". --system a", "system: a has no effect with chat: false"),
+    ],
+)
+def test_tool_refuses_settings_without_effect(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_tool(SampleConfig, "tool.py", words.split())

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.config.errors import ConfigError
+from runtime.config.parser import parse_tool
 from tests.conftest import ROOT, environment
 from tests.tools.experiment.test_race import RECIPE, A, B, stop_at
 from tools.experiment import baseline, reach, runs, verdicts
 from tools.experiment.corpus import LIBRARY
+from tools.experiment.settings import ExperimentConfig
 
 # The gain of A holds with twice the steps, turns into a loss on text, and is hidden by noise in a larger model.
 ELSEWHERE = """
@@ -228,3 +231,8 @@ def test_real_reach(tmp_path):
         rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
         has_entropy = {row["excess_loss"] is not None for row in rows}
         assert len(has_entropy) == 1, "text and stories are in folders of their own"
+
+
+def test_other_data_without_reach_is_refused():
+    with pytest.raises(ConfigError, match="other_data: x has no effect with reach: false; leave it out"):
+        parse_tool(ExperimentConfig, "tools.experiment", ["--reach", "false", "--other_data", "x"])

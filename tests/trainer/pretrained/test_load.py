@@ -294,8 +294,6 @@ def test_prompt_is_encoded_like_corpus(run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="prompt: the tokenizer has no tokens for 'There<|endoftext|>'"):
         capture_sample(capsys, run, prompt="There<|endoftext|>", max_new_tokens=1)
     assert capture_sample(capsys, run, prompt="There<|endoftext|>", special_tokens=True, max_new_tokens=1)
-    with pytest.raises(ConfigError, match="special_tokens: true, but in a chat only the chat template inserts them"):
-        capture_sample(capsys, run, chat=True, special_tokens=True)
 
 
 def test_encode_refuses_prompt_that_panics_tokenizer():
