@@ -20,6 +20,7 @@ from functools import cache, cached_property
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
+from threading import Lock
 
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
@@ -440,6 +441,7 @@ class Checkouts(ExitStack):
     def __init__(self):
         super().__init__()
         self.folders: dict[str | None, Path] = {None: ROOT}
+        self.lock = Lock()
 
     @cached_property
     def parent(self) -> Path:
@@ -447,18 +449,25 @@ class Checkouts(ExitStack):
         return self.enter_context(temporary_folder(Path(tempfile.gettempdir()), "mini-gpt-experiment_"))
 
     def folder(self, commit: str | None) -> Path:
-        """Return the folder of a commit; None, outside of a git repository, is this folder."""
-        if commit not in self.folders:
-            folder = self.parent / str(commit)[:12]
-            index = {"GIT_INDEX_FILE": f"{folder}.index"}
-            git("read-tree", str(commit), **index)
-            git("checkout-index", "--all", f"--prefix={folder}/", **index)
-            HASHES_OF_CHECKOUTS[folder] = file_hashes(folder)
-            for file in map(folder.joinpath, HASHES_OF_CHECKOUTS[folder]):
-                if not file.is_symlink():
-                    file.chmod(file.stat().st_mode & ~0o222)
-            self.folders[commit] = folder
-        return self.folders[commit]
+        """Return the folder of a commit; None, outside of a git repository, is this folder.
+
+        Threads may ask for the same commit at once, as those that check one patch with two learning rates do.
+        """
+        with self.lock:
+            if commit not in self.folders:
+                self.folders[commit] = self._check_out(str(commit))
+            return self.folders[commit]
+
+    def _check_out(self, commit: str) -> Path:
+        folder = self.parent / commit[:12]
+        index = {"GIT_INDEX_FILE": f"{folder}.index"}
+        git("read-tree", commit, **index)
+        git("checkout-index", "--all", f"--prefix={folder}/", **index)
+        HASHES_OF_CHECKOUTS[folder] = file_hashes(folder)
+        for file in map(folder.joinpath, HASHES_OF_CHECKOUTS[folder]):
+            if not file.is_symlink():
+                file.chmod(file.stat().st_mode & ~0o222)
+        return folder
 
 
 HASHES_OF_CHECKOUTS: dict[Path, dict[str, str]] = {}  # in the memory of this process, which no run can write

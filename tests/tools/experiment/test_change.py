@@ -3,7 +3,9 @@
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -426,6 +428,26 @@ def test_changed_files_of_checkouts_are_found(how, repository):
             file.write_text("print(3)\n")
         with pytest.raises(RunError, match=f"{file}: the code has changed since it was checked out"):
             change.check_checkout(folder)
+
+
+def test_threads_share_a_checkout(repository, monkeypatch):
+    """As those that check one patch with two learning rates; the first is still busy when the second one asks."""
+    read_trees, asked = [], Event()
+
+    def git(*arguments, **environment):
+        if arguments[0] == "read-tree":
+            read_trees.append(arguments)
+            asked.wait(0.5)  # until a second thread is here, too, if nothing keeps it out
+            if len(read_trees) == 2:
+                asked.set()
+        return original(*arguments, **environment)
+
+    commit, original = change.head_commit(), change.git
+    monkeypatch.setattr(change, "git", git)
+    with Checkouts() as checkouts, ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(checkouts.folder, [commit, commit])
+        assert first == second and (first / "train.py").exists()
+    assert len(read_trees) == 1
 
 
 def test_links_of_checkouts_are_not_followed(repository, tmp_path):
