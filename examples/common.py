@@ -21,6 +21,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.run import main as torchrun
 from torch.utils.data import Dataset
 
+from runtime.config.help import wrapped
+
 VOCAB_SIZE, SEQ_LEN, NUM_SAMPLES = 10_000, 32, 1000
 BATCH_SIZE = 8  # sequences per rank
 
@@ -30,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str | None):
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(f"python -m {name}", description=description, formatter_class=formatter)
+        super().__init__(f"python -m {name}", description=wrapped(description or ""), formatter_class=formatter)
         self.add_argument("--ranks", type=positive_int, default=2, help="number of processes (default 2)")
         self.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl if each rank has a GPU, else gloo")
 

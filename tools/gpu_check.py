@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from runtime.config.help import wrapped
 from runtime.files import write_atomically
 from tools.benchmark import gpu, programs, tables
 from tools.benchmark.__main__ import run_interleaved
@@ -373,7 +374,7 @@ def page(parts: list[Part], record: Result) -> str:
 def main() -> int:
     """Run the parts and print the page; return 1 if a part failed, 0 also if the time was too short for some."""
     parser = argparse.ArgumentParser(
-        "tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "tools.gpu_check", description=wrapped(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("gpus", choices=("one", "several", "nccl"), help="nccl: a process of a part of `several`")
     parser.add_argument("--minutes", type=float, help="when to stop; default: 15 for one, 10 for several")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from runtime.config.help import wrapped
 from tools.benchmark.tables import ROOT, cpu_seconds, machine, replace_table
 from trainer.run.directory import Run
 
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return 0 if the digest of seed 1 is that of the record, otherwise 1; with --measure, always 0."""
     records = yaml.safe_load(RECORDS.read_text()) or {}
     parser = argparse.ArgumentParser(
-        "tools.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "tools.record", description=wrapped(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", help=f"one of {', '.join(records)}")
     parser.add_argument("--measure", type=int, metavar="SEEDS", help="train this many seeds and write the record")

@@ -124,14 +124,24 @@ def _describe_rule(rule: Unused) -> str:
     return words if rule.also is None else f"{words} and {_describe_rule(rule.also)}"
 
 
+def wrapped(text: str, indent: int = 0, hanging: int = 0) -> str:
+    """Wrap each paragraph of a text to the width of the terminal, but at most 100 columns.
+
+    All lines are indented by `indent` columns, those after the first one of a paragraph also by `hanging`.
+    """
+    width = min(get_terminal_size((100, 24)).columns, 100)
+    first, others = " " * indent, " " * (indent + hanging)
+    paragraphs = cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(p, width, initial_indent=first, subsequent_indent=others) for p in paragraphs)
+
+
 def print_help(kind: type[Settings], usage: str, intro: str) -> None:
     """Print the usage, and every setting with its description, values and default."""
-    width = min(get_terminal_size((100, 24)).columns, 100)
-    print(f"usage: {usage}\n\n{textwrap.fill(cleandoc(intro), width)}\n")
+    print(f"{wrapped(f'usage: {usage}', hanging=7)}\n\n{wrapped(intro)}\n")
     for name, field in all_fields(kind):
         if section := section_class(field):
-            print(f"\n{textwrap.fill(f'{name}: {section.__doc__}', width)}\n")
+            print(f"\n{wrapped(f'{name}: {section.__doc__}')}\n")
             continue
         name = name if is_argument(field) else f"--{name}"
         text = f"{' '.join((field.description or '').split())} ({values_of(field)})"
-        print(f"  {name}\n{textwrap.fill(text, width, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}")
+        print(f"  {name}\n{wrapped(text, indent=6)}")

@@ -1,6 +1,9 @@
-"""Tools on an ASCII terminal, with odd names of runs, on a full disk, and with files that cannot be read."""
+"""Tools on narrow and ASCII terminals, with odd names of runs, on a full disk, and with files that cannot be read."""
 
+import runpy
 import shutil
+import sys
+from contextlib import suppress
 
 import pytest
 
@@ -56,3 +59,13 @@ def test_full_stdout_fails_compare(finished):
     done = forked.run("-c", [FULL_STDOUT + RUN_MODULE, *words], 0, environment())
     assert done.returncode == 1
     assert done.stderr.endswith("tools.compare: error: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("module", ["tools", "tools.record", "tools.gpu_check", "examples.gpt_ddp"])
+def test_texts_of_other_programs_fit_the_terminal(module, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5 and max(map(len, lines)) <= 80

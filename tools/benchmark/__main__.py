@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import torch
 
+from runtime.config.help import wrapped
 from tools.benchmark import cpu, gpu, tables
 
 ON_GPU = {"gpu", "cuda_graph", "curve"}
@@ -69,7 +70,7 @@ def run_interleaved(group: dict[str, Callable], baselines: dict[str, list[str]],
 def main() -> int:
     """Parse the command line, measure and print; return 1 if a case failed."""
     parser = argparse.ArgumentParser(
-        "tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "tools.benchmark", description=wrapped(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     measured = {name: bool(tables.read_result(name)["figures"]) for name in tables.TABLES}
     names = ", ".join(name if has_result else f"{name} (no result yet)" for name, has_result in measured.items())

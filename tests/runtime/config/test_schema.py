@@ -399,9 +399,10 @@ def test_familiar_names_lead_to_settings():
         assert setting.split()[0] in fields or setting.startswith("accelerate launch --"), name
 
 
-def test_help_fits_the_terminal(monkeypatch, capsys):
+@pytest.mark.parametrize("program", ["train.py", "tools.experiment"])
+def test_help_fits_the_terminal(program, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        parse_config(["--help"])
+        parse_config(["--help"], program=program)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usage: train.py") and max(map(len, lines[1:])) <= 80
+    assert lines[0].startswith(f"usage: {program}") and max(map(len, lines)) <= 80
