@@ -1,5 +1,7 @@
 """The summary that a run prints at its start: device, precision, batch, model, data and checkpoint."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ from trainer.cuda_graph import GraphChoice
 from trainer.gradients import trainable_parameters
 from trainer.prepare_model import missing_compiler
 from trainer.run.resume import StartingPoint
+
+MAX_LOAD = 1.5  # of a core, averaged over a minute; the program that ran before this one may have left 1
 
 
 def format_batch(config: TrainConfig, unit: int = 1) -> str:
@@ -33,6 +37,20 @@ def format_tokens(config: TrainConfig, total: int) -> str:
     return f"{first:,} in step 1, {last:,} from step {last_increase:,} on, {total:,} in {config.steps:,} steps"
 
 
+def describe_threads() -> str:
+    """Describe the threads of each process on a CPU, with a remedy if the machine is busy.
+
+    The threads of an operation spin while they wait for each other, so where other programs have the cores, several
+    threads are slower than one.
+    """
+    threads, load, cores = torch.get_num_threads(), 0.0, os.cpu_count() or 1
+    with suppress(OSError):  # some containers do not tell it
+        load = os.getloadavg()[0]
+    is_busy = threads > 1 and load > MAX_LOAD * cores
+    hint = f" (the load is {load:.1f} on {cores} cores: OMP_NUM_THREADS=1 may be several times faster)"
+    return f"{threads} thread(s) each{hint if is_busy else ''}"
+
+
 def summary(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -46,7 +64,7 @@ def summary(
     """Describe a run, which trains `total_tokens` tokens, in lines of the form `name: fact`."""
     device = accelerator.device
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
+    threads = f", {describe_threads()}" if device.type == "cpu" else ""
     backend = f", {torch.distributed.get_backend()}" if accelerator.num_processes > 1 else ""
     shards = num_shards(accelerator)
     replicas = f", {accelerator.num_processes // shards} replica(s) x {shards} shards" if shards > 1 else ""

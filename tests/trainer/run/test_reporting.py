@@ -18,6 +18,7 @@ from tests.programs.reporting_train import HELP, Z_LOSS
 from tests.support import forked
 from trainer.run.directory import Run
 from trainer.run.reporting import Reporter
+from trainer.run.summary import describe_threads
 
 STEPS = 2
 ALONE = SimpleNamespace(
@@ -115,6 +116,22 @@ def test_summary_names_what_was_chosen(reported):
     facts = dict(line.strip().split(": ", 1) for line in output.splitlines() if re.match(r" +[\w ]+: ", line))
     assert facts["processes"] == "1 x cpu, 1 thread(s) each" and facts["compile"] == "off"
     assert re.fullmatch(r"logits of [\d,]+ positions at once", facts["loss"])
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "hint"),
+    [
+        (2, 10.5, " (the load is 10.5 on 4 cores: OMP_NUM_THREADS=1 may be several times faster)"),
+        (2, 5.9, ""),  # such as after another run on all cores
+        (1, 10.5, ""),
+    ],
+)
+def test_summary_says_that_the_machine_is_busy(threads, load, hint, monkeypatch):
+    """The threads of an operation spin while they wait for each other."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    assert describe_threads() == f"{threads} thread(s) each{hint}"
 
 
 def test_corpus_scores_generations_with_entropy_of_zero(reported):
