@@ -43,10 +43,11 @@ def gradient_errors(
     accelerator: Accelerator,
     teacher_config: GPTConfig | None = None,
     initial: GPTModel | None = None,
+    max_positions: int = MAX_POSITIONS,
 ) -> dict[str, float]:
     """Compute the relative error of each tensor's gradient, by the tensor's name and how it was computed.
 
-    The model is the config's with at most two layers and no dropout, on rows of the data cut to 32 positions. It has
+    The model is the config's with at most two layers and no dropout, on rows of the data cut to `max_positions`. It has
     the weights of `initial` as far as that has them, since a fault may need large ones, and random others. It is run as
     configured, with a chunked loss, and with recomputed blocks. It learns from a teacher of `teacher_config`, if
     that is given; the objective is then compared with its definition, too.
@@ -54,7 +55,7 @@ def gradient_errors(
     Raises:
         NoFloat64: the loss cannot be computed in float64, but in float32.
     """
-    length = min(MAX_POSITIONS, config.seq_len)
+    length = min(max_positions, config.seq_len)
     config = config.replace(model=make_small(config.model, length))
     eager = config.replace(compile=False)
     batch = first_rows(dataset, length)
@@ -72,7 +73,12 @@ def gradient_errors(
     try:
         plain_loss = compute_loss(plain, batch)
     except Exception as error:
-        compute_loss(deepcopy(network), batch)  # a model that fails in float32, too, raises its error here
+        try:
+            compute_loss(deepcopy(network), batch)
+        except Exception:  # it fails in float32, too: one that works in blocks of tokens may need longer sequences
+            if length == config.seq_len:
+                raise
+            return gradient_errors(config, dataset, accelerator, teacher_config, initial, config.seq_len)
         raise NoFloat64(f"{type(error).__name__}: {error}") from error
     functions = find_custom_functions(plain_loss)
     plain_loss.backward()

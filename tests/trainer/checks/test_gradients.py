@@ -135,6 +135,19 @@ def test_model_without_float64_is_not_compared(monkeypatch):
         errors_of()
 
 
+@pytest.mark.parametrize("block", [48, 5])
+def test_model_may_refuse_shorter_sequences(block, monkeypatch):
+    """One that computes in blocks of tokens is checked on sequences of the run, which it must accept."""
+    embed = gpt.GPTModel.embed
+
+    def embed_blocks(self, input_ids, positions):
+        return embed(self, input_ids.unflatten(1, (-1, block)).flatten(1), positions)
+
+    monkeypatch.setattr(gpt.GPTModel, "embed", embed_blocks)
+    with nullcontext() if block == 48 else pytest.raises(RuntimeError, match="unflatten"):
+        assert max(errors_of("--seq_len", "96").values()) < 1e-5
+
+
 def make_large(config):
     """Make a model of three layers with weights that no random ones reach."""
     large = gpt.GPTModel(config.replace(n_layers=3))

@@ -214,9 +214,27 @@ class RefusesDocuments(model.gpt.GPTModel):
 def test_isolated_documents_may_be_refused_unless_run_has_them(monkeypatch):
     monkeypatch.setattr(model.hf, "GPTModel", RefusesDocuments)
     passed, reason = checks.check_isolated_documents(SMALL, 16, is_needed=False)
-    assert passed is None and reason.endswith("refuses position_ids: position_ids: not supported")
+    assert passed is None and reason.endswith("refuses them: position_ids: not supported")
     with pytest.raises(ValueError, match="position_ids: not supported"):
         checks.check_isolated_documents(SMALL, 16, is_needed=True)
+
+
+class InBlocks(model.gpt.GPTModel):
+    """A model that computes in blocks of 48 tokens, as some linear attentions do."""
+
+    def forward(self, input_ids, **arguments):
+        if input_ids.shape[1] % 48:
+            raise ValueError(f"input_ids: {input_ids.shape[1]} tokens, not a multiple of 48")
+        return super().forward(input_ids, **arguments)
+
+
+def test_model_may_refuse_shorter_sequences(config, monkeypatch):
+    monkeypatch.setattr(model.hf, "GPTModel", InBlocks)
+    assert checks.check_flops(config, 96)[0] is True
+    assert checks.check_isolated_documents(SMALL, 96)[0] is True
+    assert checks.check_isolated_documents(SMALL, 48, is_needed=False)[0] is None
+    with pytest.raises(ValueError, match="50 tokens, not a multiple of 48"):
+        checks.check_flops(config, 50)
 
 
 def test_cache_may_be_refused(monkeypatch):
