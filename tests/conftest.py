@@ -64,8 +64,8 @@ def ascii_locale():
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Environment variables of a user's shell, without those of the test runner, and one thread per process."""
-    own = "ACCELERATE_", "TORCHELASTIC", "CUBLAS_", "WANDB_"
+    """Environment variables of a user's shell, without those of pytest and make, and one thread per process."""
+    own = "ACCELERATE_", "TORCHELASTIC", "CUBLAS_", "WANDB_", "MAKE", "MFLAGS"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return {**inherited, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **extra}
 

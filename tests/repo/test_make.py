@@ -9,14 +9,12 @@ import sys
 
 import pytest
 
-from tests.conftest import OWN_SESSION, ROOT, TINY_STORIES, interrupt_after
+from tests.conftest import OWN_SESSION, ROOT, TINY_STORIES, environment, interrupt_after
 
 
 def start_make(target, directory, *arguments, **options):
     """Start make as from a shell, although `make test` may have started the tests."""
-    of_make = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
-    environment = {name: value for name, value in os.environ.items() if name not in of_make}
-    return subprocess.Popen(["make", target, *arguments], cwd=directory, **({"env": environment} | options))
+    return subprocess.Popen(["make", target, *arguments], cwd=directory, **({"env": environment()} | options))
 
 
 def make(target, directory, *arguments, check=False, **options):

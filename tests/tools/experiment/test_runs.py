@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from runtime.files import lock
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
 from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, count_work, problem_of
-from tools.experiment.variant import Variant
+from tools.experiment.variant import Variant, delivered_file
 from tools.jobs import runner
 from tools.jobs.launch import Launch
 from tools.jobs.runner import Job, JobRunner
@@ -368,8 +369,9 @@ def test_runs_that_ended_before_their_evaluation_are_evaluated(experiments, monk
 
     monkeypatch.setattr(runs, "run_evaluator", fail)
     experiments.race(A, error=RunError)
-    # Without those that were in training and were stopped.
-    before = {run for run in experiments.started() if (experiments.folder() / "runs" / run / "status.json").exists()}
+    # Without those that were stopped before their record was written, after their status.
+    folder = experiments.folder() / "runs"
+    before = {run for run in experiments.started() if Path(f"{delivered_file(Run(folder / run))}.0").exists()}
     monkeypatch.setattr(runs, "run_evaluator", fake_evaluator)
     assert experiments.race(A)["failed"] == 0 and before and not before & {*experiments.started()}
 
