@@ -240,6 +240,18 @@ def test_commands_of_pages_train_runs_of_their_own():
     assert not [name for name in names if names.count(name) > 1]
 
 
+OUTPUT = re.compile(r"(?:--out|--outfile|--out_dir| >>?| -m venv) ([\w./-]+)|export\.py \S+ ([\w./-]+)")
+
+
+def test_git_ignores_what_commands_of_pages_make():
+    """Otherwise `git status` shows it, and `git add .` adds it."""
+    lines = [line for path in PAGES if path.name != "LOG.md" for line in commands(path.read_text())]
+    names = {name for line in lines for pair in OUTPUT.findall(line) for name in pair}
+    made = sorted(name for name in names if name and not name.startswith("..")) + ["slurm-1.out"]
+    done = subprocess.run(["git", "check-ignore", "--no-index", *made], cwd=ROOT, capture_output=True, text=True)
+    assert len(made) > 15 and done.stdout.splitlines() == made, done.stderr
+
+
 def test_pages_export_to_folders_of_their_own():
     texts = [README, *(page(name) for name in ("using", "evaluation", "data"))]
     folders = [line.split()[3] for text in texts for line in commands(text) if line.startswith("python export.py")]
