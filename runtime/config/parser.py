@@ -27,15 +27,21 @@ FAMILIAR_NAMES = {
     "learning_rate": "optimizer.lr",
     "min_lr": "schedule.min_lr_ratio",
     "warmup_iters": "schedule.warmup_steps",
+    "warmup_ratio": "schedule.warmup_steps",
     "lr_scheduler_type": "schedule.name",
     "max_grad_norm": "optimizer.grad_clip",
     "beta1": "optimizer.betas",
     "beta2": "optimizer.betas",
     "batch_size": "micro_batch_size (of one process) or global_batch_size (of a step)",
     "per_device_train_batch_size": "micro_batch_size",
+    "device_batch_size": "micro_batch_size",
+    "total_batch_size": "global_batch_size",
+    "grad_accum": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size",
     "block_size": "seq_len",
     "max_seq_len": "seq_len",
+    "max_seq_length": "seq_len",
+    "context_length": "seq_len",
     "max_iters": "steps",
     "max_steps": "steps",
     "num_train_epochs": "epochs",
@@ -55,7 +61,12 @@ FAMILIAR_NAMES = {
     "log_interval": "tracking.log_every",
     "logging_steps": "tracking.log_every",
     "report_to": "tracking.tracker",
+    "wandb_project": "tracking.project",
+    "wandb_log": "tracking.wandb",
     "dataset": "data.path",
+    "dataset_name": "data.path",
+    "model_name_or_path": "init_from",
+    "optim": "optimizer.name",
     "gradient_checkpointing": "activation_checkpointing",
     "resume_from_checkpoint": "resume",
     "mixed_precision": "accelerate launch --mixed_precision",
@@ -214,7 +225,7 @@ class _Given:
             if is_flag and has_arguments:  # as in `--chat RUN`
                 value_follows = remaining[:1] in (["true"], ["false"])
             if name in ("help", "print_config") and has_value:
-                self.report(word, f"{word}: --{name} takes no value; leave it out to train")
+                self.report(word, f"{word}: --{name} takes no value; write --{name}, or leave it out")
             elif word in ("-h", "--help"):
                 options.append(("help", ""))
             elif not word.startswith("--") or (keeps_unknown and name not in self.fields):
