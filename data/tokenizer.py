@@ -15,8 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-# Tokenizers with equal vocabularies but different rules almost always split this text differently.
-PROBE = " Two  words, isn't it? 12345\n\tÄpfel 中文"
+# Tokenizers with equal vocabularies but different rules almost always split one of these texts differently. Several
+# texts, because a tokenizer may have no tokens for one of them; combining and compatible characters, because only some
+# normalizers replace them.
+PROBES = (
+    " Two  words, isn't it? 12345\n\tÄpfel 中文",
+    "WE'VE said:\r\n\r\n  don\u2019t   ",
+    "e\u0301cole, \ufb01n\u00a0de 2\u00b2",
+)
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # Byte-level tokenizers write each byte as one of these characters (GPT-2's bytes_to_unicode).
@@ -59,12 +65,18 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, dict]:
     return tokenizer, {"hash": content_hash, "vocab_size": vocab_size, "end_of_text": end_of_text}
 
 
-def encode_probe(tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of PROBE; [] for a tokenizer that cannot encode it, such as a word-level one."""
+def find_difference(one: Tokenizer, other: Tokenizer) -> str | None:
+    """Return the first of PROBES that two tokenizers encode or decode differently; None if there is none."""
+    return next((probe for probe in PROBES if _encode_and_decode(one, probe) != _encode_and_decode(other, probe)), None)
+
+
+def _encode_and_decode(tokenizer: Tokenizer, text: str) -> tuple[list[int], str] | None:
+    """Return the tokens of a text and what they decode to; None if the tokenizer has no tokens for it."""
     try:
-        return tokenizer.encode(PROBE, add_special_tokens=False).ids
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens, tokenizer.decode(tokens)
     except Exception:  # tokenizers raises nothing more specific
-        return []
+        return None
 
 
 def open_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
@@ -88,12 +100,10 @@ def open_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         file = Path(found or "")
     if file.is_file():
         ours: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue] of fast ones
-        theirs = Tokenizer.from_file(str(file))
-        tokens = encode_probe(theirs)
-        if encode_probe(ours) != tokens or ours.decode(tokens) != theirs.decode(tokens):
+        if (probe := find_difference(ours, Tokenizer.from_file(str(file)))) is not None:
             raise ConfigError(
                 f"tokenizer: {type(tokenizer).__name__}, the tokenizer_class in the tokenizer_config.json of '{name}', "
-                f"encodes or decodes {PROBE!r} otherwise than its tokenizer.json; set it to PreTrainedTokenizerFast"
+                f"encodes or decodes {probe!r} otherwise than its tokenizer.json; set it to PreTrainedTokenizerFast"
             )
     return tokenizer
 

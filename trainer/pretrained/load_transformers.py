@@ -1,5 +1,6 @@
 """Load a model and its tokenizer from a folder in transformers' format or from the Hub, without running their code."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 ACCEPTED = "the directory of a run or of a checkpoint, a folder in transformers' format, or a name on the Hub"
 # A folder with a tokenizer has at least one of these; old folders of GPT-2 have no tokenizer.json.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "vocab.json"
+# Constants that GPT-2 had in transformers before 4.27, so that most models saved then have them. No model reads them.
+FORMER_CONSTANT = re.compile(r".*\.attn\.masked_bias")
 
 
 def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTrainedTokenizerBase | None]":
@@ -51,7 +54,7 @@ def load_transformers(name: str, setting: str = "run") -> "tuple[GPTModel, PreTr
     except Exception as error:  # a download fails with many types of exception
         where = "" if exists else "; it is neither a directory nor a readable name on the Hub"
         raise ConfigError(f"{setting}: {name!r} cannot be opened{where}: {error}") from None
-    if unexpected := sorted(map(str, loading["unexpected_keys"])):
+    if unexpected := sorted(key for key in map(str, loading["unexpected_keys"]) if not FORMER_CONSTANT.fullmatch(key)):
         problem = f"has {len(unexpected)} tensors that its model lacks, such as {unexpected[0]}"
         raise ConfigError(f"{setting}: {name!r} {problem}; were they merged into the model when it was saved?")
     if lacking := sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]])):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.corpus import Corpus, load_corpus
-from data.tokenizer import END_OF_TEXT, PROBE, encode_probe, load_tokenizer, open_tokenizer
+from data.tokenizer import END_OF_TEXT, find_difference, load_tokenizer, open_tokenizer
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import USE_ITS_CODE
@@ -70,8 +70,8 @@ def check_tokenizer(
         theirs: Tokenizer = tokenizer.backend_tokenizer  # pyright: ignore[reportAssignmentType] untyped there
         if different := set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items()):
             problem = f"{len(different)} entries differ, such as {min(different, key=lambda entry: entry[1])}"
-        elif encode_probe(ours) != encode_probe(theirs):
-            problem = f"they split {PROBE!r} differently"
+        elif (probe := find_difference(ours, theirs)) is not None:
+            problem = f"they encode or decode {probe!r} differently"
     # Tokens may have been added without resizing the embedding.
     if not problem and vocab_size is not None and corpus.vocab_size > vocab_size:
         problem = f"it has {corpus.vocab_size} tokens, and the model {vocab_size}"

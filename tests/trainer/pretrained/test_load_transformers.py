@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from data.prepare.tokenizer import save_tokenizer
-from data.tokenizer import encode_probe, open_tokenizer
+from data.tokenizer import open_tokenizer
 from evaluate import EvaluateConfig, evaluation_settings
 from model import hf
 from model.config import FAMILIES, GPTConfig
@@ -130,6 +130,14 @@ def test_tensors_that_the_model_lacks_are_refused(name, exported):
         load_run(folder)
 
 
+def test_constant_that_old_versions_saved_is_ignored(exported):
+    """The masks of GPT-2's attention, which are in most models that were saved by transformers 4.26 or earlier."""
+    old = {f"transformer.h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    assert load_run(exported("gpt2", lambda tensors: tensors | old)).model.config.n_layers == 2
+    with pytest.raises(ConfigError, match="has 1 tensors that its model lacks, such as .*c_attn.masked_bias"):
+        load_run(exported("gpt2", lambda tensors: {**tensors, "transformer.h.0.c_attn.masked_bias": torch.ones(1)}))
+
+
 def test_model_that_predicts_otherwise_is_refused(exported, monkeypatch):
     """Whatever the cause: here a setting that this code reads and ignores."""
     folder = exported("qwen3")
@@ -215,12 +223,26 @@ def test_tokenizer_that_its_class_replaces_is_refused(name, tmp_path):
     facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts | {"tokenizer_class": name}))
     if name == "PreTrainedTokenizerFast":
-        assert encode_probe(open_tokenizer(tmp_path).backend_tokenizer)
+        assert open_tokenizer(tmp_path).is_fast
     else:
         with pytest.raises(ConfigError, match="tokenizer_class .* otherwise than its tokenizer.json; set it to"):
             open_tokenizer(tmp_path)
         with pytest.raises(ConfigError, match="tokenizer_class"):
             save_tokenizer(str(tmp_path), tmp_path / "copy", [])
+
+
+@pytest.mark.parametrize("name, normalizer", [("Qwen2Tokenizer", None), ("GPT2Tokenizer", normalizers.NFKC())])
+def test_normalizer_that_its_class_replaces_is_refused(name, normalizer, tmp_path):
+    """Qwen2Tokenizer adds NFC, and GPT2Tokenizer drops any normalizer; no text of plain letters shows it."""
+    save_tokenizer("train:400", tmp_path, ["in 12345 or 12345 times, 20 and 24"] * 9)
+    facts = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts | {"tokenizer_class": name}))
+    pipeline = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    pipeline.pre_tokenizer = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
+    pipeline.normalizer = normalizer
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="encodes or decodes .* otherwise than its tokenizer.json"):
+        open_tokenizer(tmp_path)
 
 
 def test_tokenizer_that_decodes_otherwise_is_refused(tmp_path, monkeypatch):
