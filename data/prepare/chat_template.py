@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,7 @@ MARK = "\U0010ffff"
 BEGIN, END = "\U0010fffe", "\U0010fffd"
 # First character of a tag, which tells where the content of a message is in the rendered text.
 TAG = "\U0010fffc"
+TAGGED = re.compile(TAG + "([\U00100000-\U0010fff0])")
 # {% generation %} and {% endgeneration %}, with the signs that strip the whitespace around them.
 GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 # Transformers passes any of these keys of a message to the template under all three names.
@@ -194,6 +196,10 @@ class ChatTemplate:
             raise ConfigError(f"messages: the chat template cannot render {conversation}: {error}") from None
         if not num_marks:
             return text, None
+        marks = re.findall(f"[{BEGIN}{END}]", text)
+        if marks != [BEGIN, END] * (len(marks) // 2):
+            problem = "its chat template has a {% generation %} within another or without {% endgeneration %}"
+            raise ConfigError(f"tokenizer: {problem}, in {conversation}")
         pieces, marked, length = re.split(f"([{BEGIN}{END}])", text), [], 0
         for piece in pieces:
             if piece == BEGIN:
@@ -251,11 +257,7 @@ class ChatTemplate:
         )
         tagged, spans = self._render(messages, variables, with_tags=True)
         owners = [
-            [
-                messages[ord(index) - 0x100000]
-                for index in re.findall(TAG + "([\U00100000-\U0010fff0])", tagged[begin:end])
-            ]
-            for begin, end in spans or ()
+            [messages[ord(tag) - 0x100000] for tag in TAGGED.findall(tagged[begin:end])] for begin, end in spans or ()
         ]
         if len(owners) != len(marked):
             problem = "its chat template marks another number of answers when their contents change"
@@ -272,6 +274,7 @@ class ChatTemplate:
                 problem = f"the chat template marks {text[begin:end]!r:.60}, in which answer is unknown"
                 raise ConfigError(f"messages: {problem}, and one of them has weight 0")
             kept += [(begin, end)] * (weights != {0})
+        _check_whole(tagged, spans or [], messages)
         return kept
 
     def _find_answers(self, text: str, messages: list[Message], variables: dict[str, Any]) -> list[tuple[int, int]]:
@@ -300,6 +303,16 @@ class ChatTemplate:
                 )
             answers.append((begin, begin + len(found)))
         return answers
+
+
+def _check_whole(tagged: str, spans: list[tuple[int, int]], messages: list[Message]) -> None:
+    """Raise ConfigError if only the begin or the end of an answer's content is in spans, and the other one outside."""
+    inside = Counter(tag for begin, end in spans for tag in TAGGED.findall(tagged[begin:end]))
+    for tag, count in Counter(TAGGED.findall(tagged)).items():
+        if inside[tag] % 2 and inside[tag] < count:
+            content = messages[ord(tag) - 0x100000]["content"]
+            problem = f"its chat template marks a part of the answer {content!r:.60}, so the rest would be no target"
+            raise ConfigError(f"tokenizer: {problem}; write {{% generation %}} around the whole content")
 
 
 def _write_mark(tag: re.Match[str]) -> str:

@@ -138,6 +138,32 @@ def test_marks_on_other_words_than_answers_are_refused(name, folder):
         ChatTemplate(tokenizer).encode(messages)
 
 
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (
+            "{{ m.content[:4] }}{% generation %}{{ m.content[4:] + eos_token }}{% endgeneration %}",
+            "marks a part of the",
+        ),
+        (
+            "{% generation %}{{ m.content }}{% generation %}{{ eos_token }}{% endgeneration %}{% endgeneration %}",
+            "within",
+        ),
+        ("{{ m.content + eos_token }}{% endgeneration %}{% generation %}", "without"),
+    ],
+)
+def test_marks_that_lose_a_part_of_an_answer_are_refused(answer, named, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
+    parts = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}",
+        answer,
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    )
+    tokenizer.chat_template = "".join(parts)
+    with pytest.raises(ConfigError, match=f"^tokenizer: its chat template .*{named}"):
+        ChatTemplate(tokenizer).encode(conversation(1))
+
+
 def test_each_mark_belongs_to_the_answer_in_it(folder):
     """An answer may have several spans, its tool calls one of their own, and another answer none."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer_marked")
