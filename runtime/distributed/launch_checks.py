@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
-from runtime.distributed.launch import TORCH_DEVICE, env_flag, uses_cpu
+from runtime.distributed.launch import TORCH_DEVICE, env_flag, num_shards, uses_cpu
 from runtime.distributed.world import is_main_process
 
 # Paths, and settings that change no result: each machine may have its own.
@@ -167,12 +167,12 @@ def device_problems(environment: Mapping[str, str]) -> list[str]:
 
 
 def check_same_settings(config: TrainConfig, accelerator: Accelerator, code: str) -> None:
-    """Raise ConfigError on all processes if their settings, their code (a hash) or their versions differ.
+    """Raise ConfigError on all processes if their settings, launch, code (a hash) or versions differ.
 
     Machines that are set up apart may differ. Such a run would silently train with a mixture of both. All processes
     call this together.
     """
-    mine = config.flat() | {"mixed_precision": accelerator.mixed_precision}
+    mine = config.flat() | {"mixed_precision": accelerator.mixed_precision, "shards": num_shards(accelerator)}
     mine["data.mix"] = config.data.mix and list(config.data.mix.values())  # the keys are paths, which may differ
     mine |= {"code": code, "python": ".".join(platform.python_version_tuple()[:2])}
     mine |= {"torch": torch.__version__, "accelerate": accelerate.__version__}

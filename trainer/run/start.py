@@ -86,7 +86,9 @@ def open_run(
         on_main(lambda _: write_start(run, config, start, facts))
     except Interrupted:
         raise Preempted("stopped before the first step, while files were read; run the same command again") from None
-    if not all(gather_object([(run.path / "config.yaml").exists()])):
+    # The main process has just added a row. A folder of another machine may have files of an earlier start.
+    rows = run.path / "sessions.jsonl"
+    if len({*gather_object([rows.read_bytes() if rows.exists() else None])}) > 1:
         raise ConfigError(f"out_dir: {config.out_dir!r} is not the same directory on every machine of this run")
     return start
 

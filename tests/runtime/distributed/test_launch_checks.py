@@ -1,6 +1,7 @@
 """Options of `accelerate launch` take effect, or the run is refused."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
 
 from runtime.config.errors import ConfigError
 from runtime.config.schema import DataConfig, TeacherConfig, TrainConfig
@@ -347,6 +349,9 @@ def test_different_settings_are_refused_on_all_processes(runs):
     assert "evaluation.num_samples: 7 in process 0, 9 in process 1\n  seed: 0 in process 0, 1 in process 1\n" in err
     code, err = start_both("--data.num_workers", "1", "--out_dir", str(runs / "." / ".." / runs.name))
     assert code == 0, err
+    copied = shutil.copytree(runs, runs.with_name("copied"))  # to the disk of another machine, with an earlier run
+    code, err = start_both("--out_dir", str(copied))
+    assert code == 2 and "is not the same directory on every machine of this run" in err
 
 
 @pytest.mark.parametrize(
@@ -398,6 +403,9 @@ def test_processes_of_mpirun_are_refused(runs):
     assert not runs.exists()
 
 
+ACCELERATOR = SimpleNamespace(mixed_precision="no", distributed_type="MULTI_CPU")
+
+
 @pytest.fixture
 def checked_processes(monkeypatch):
     """Settings of the processes that were checked before; the one that is checked now is process 0."""
@@ -416,7 +424,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
         checked_processes.clear()
         for mix in mixes:
             config = TrainConfig(data=DataConfig(source="text", mix=mix))
-            launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"), "c0de")
+            launch_checks.check_same_settings(config, ACCELERATOR, "c0de")
 
     check({"/here/one": 2.0, "/here/two": 1.0}, {"/there/one": 2.0, "/there/two": 1.0})
     with pytest.raises(ConfigError, match=r"data.mix: \[3.0, 1.0\] in process 0, \[2.0, 1.0\] in process 1"):
@@ -426,7 +434,7 @@ def test_corpora_of_a_mixture_may_have_other_paths(checked_processes):
 def test_teacher_may_have_another_path_but_not_weights(checked_processes):
     def check(**teacher):
         config = TrainConfig(teacher=TeacherConfig(**teacher))
-        launch_checks.check_same_settings(config, SimpleNamespace(mixed_precision="no"), "c0de")
+        launch_checks.check_same_settings(config, ACCELERATOR, "c0de")
 
     check(path="/here", hash="a")
     check(path="/there", hash="a")
@@ -437,19 +445,29 @@ def test_teacher_may_have_another_path_but_not_weights(checked_processes):
 @pytest.mark.parametrize("package", ["torch", "accelerate"])
 def test_different_versions_are_refused(checked_processes, monkeypatch, package):
     """Their bits would differ, or one would wait forever in a collective operation that the other lacks."""
-    launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
+    launch_checks.check_same_settings(TrainConfig(), ACCELERATOR, "c0de")
     here = getattr(launch_checks, package).__version__
     monkeypatch.setattr(getattr(launch_checks, package), "__version__", "0.1")
     with pytest.raises(ConfigError, match=f"{package}: 0.1 in process 0, {re.escape(here)} in process 1"):
-        launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
+        launch_checks.check_same_settings(TrainConfig(), ACCELERATOR, "c0de")
+
+
+def test_different_sharding_is_refused(checked_processes):
+    """Each machine may have a launch file of its own; one that shards the weights would wait for the other forever."""
+    launch_checks.check_same_settings(TrainConfig(), ACCELERATOR, "c0de")
+    sharded = SimpleNamespace(
+        mixed_precision="no", distributed_type=DistributedType.FSDP, parallelism_config=None, num_processes=2
+    )
+    with pytest.raises(ConfigError, match="shards: 2 in process 0, 1 in process 1"):
+        launch_checks.check_same_settings(TrainConfig(), sharded, "c0de")
 
 
 def test_different_code_is_refused(checked_processes, monkeypatch):
     """Two machines with other copies of the repository would train a mixture of both, and the replicas stay equal."""
-    launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "c0de")
+    launch_checks.check_same_settings(TrainConfig(), ACCELERATOR, "c0de")
     monkeypatch.setattr(launch_checks.platform, "python_version_tuple", lambda: ("3", "0", "1"))
     with pytest.raises(ConfigError) as refused:
-        launch_checks.check_same_settings(TrainConfig(), SimpleNamespace(mixed_precision="no"), "0ther")
+        launch_checks.check_same_settings(TrainConfig(), ACCELERATOR, "0ther")
     assert "\n  code: 0ther in process 0, c0de in process 1\n  python: 3.0 in process 0, 3." in str(refused.value)
 
 
