@@ -75,6 +75,7 @@ MAX_UNKNOWN = 10  # tokens of a corpus in any case
 PIECE_CHARACTERS = 2**19  # a document of more than twice as many is encoded in pieces
 CONTEXT_CHARACTERS = 1000  # on each side of a cut, encoded to test it
 SHOWN_TOKENS = 120
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s*%?")  # also 10%, 1e-1 and 0,1
 BATCH_ROWS = 64  # that a process encodes and writes at once
 BLOCK_CHARACTERS = 2**25  # minimum of the text that is encoded and cached at once
 FILE_BYTES = 2**27  # of tokens in a file of the corpus, about
@@ -230,7 +231,7 @@ def read_blocks(
             identity = chat.get_identity(text) if source.conversations else text
             validation = in_validation(identity, fraction) if split is None else split == "validation"
             if shared is not None and identity:
-                digest = blake2b(identity.encode(), digest_size=8).digest()
+                digest = blake2b(identity.strip().encode(), digest_size=8).digest()
                 if validation:
                     held_out.add(digest)
                 elif digest in held_out:
@@ -380,10 +381,14 @@ def _parse_validation(config: PrepareConfig) -> tuple[Literal["hash", "tail", "s
     Raises:
         ConfigError: it has no valid fraction, or does not fit other settings.
     """
-    if re.fullmatch(r"\d*\.?\d+", config.validation):
-        problem = f"validation: {config.validation!r} does not say which documents"
-        remedy = f"use hash:{config.validation} for a fraction of them, or tail:{config.validation} for the end of each"
-        raise ConfigError(f"{problem}; {remedy}")
+    if config.validation.lower() in ("", "none", "no", "false", "off"):
+        raise ConfigError(f"validation: {config.validation!r} is not a source; use hash:0.0 for no validation")
+    if NUMBER.fullmatch(config.validation.strip()):
+        fraction = "0.1"  # as an example, for 10% or 1000
+        with suppress(ValueError):
+            fraction = config.validation if 0 < float(config.validation) < 1 else fraction
+        remedy = f"use hash:{fraction} for a fraction of them, or tail:{fraction} for the end of each"
+        raise ConfigError(f"validation: {config.validation!r} does not say which documents; {remedy}")
     kind, _, text = config.validation.partition(":")
     if kind not in ("hash", "tail"):
         kind, text = "source", "0"
@@ -457,7 +462,8 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
     sums = frame.groupby("validation").sum().reindex([False, True], fill_value=0)
     counts: dict[str, Any] = dict(zip(SPLITS, sums.to_dict("records"), strict=True))
     _check_splits(config, *(counts[split]["documents"] for split in SPLITS))
-    _check_skipped(config, counts)
+    null_rows = sum(each.null_rows for each in (source, held_out) if each)
+    _check_skipped(config, counts, null_rows)
     _check_unknown(config, counts)
     if shared and len(shared) >= counts["validation"]["documents"]:
         problem = f"validation: all documents of {config.validation!r} are in {config.source!r}, too, so a loss on them"
@@ -479,6 +485,7 @@ def _make_corpus(config: PrepareConfig, source: Source, held_out: Source | None,
         "tokenizer": {"name": config.tokenizer, **properties, "files": hash_tokenizer_files(folder)},
         **counts,
         **({"conversations": True} if source.conversations else {}),
+        **({"null_rows": null_rows} if null_rows else {}),
         "hash": content_hash(properties["hash"], hashes),
         "files": {name: {"bytes": file.stat().st_size, "sha256": hashes[name]} for name, file in files.items()},
         "versions": {
@@ -551,15 +558,21 @@ def _check_splits(config: PrepareConfig, num_train: int, num_validation: int) ->
         raise ConfigError(f"{problem}; {remedy}")
 
 
-def _check_skipped(config: PrepareConfig, counts: dict[str, Any]) -> None:
-    """Raise ConfigError if more than `max_skipped` of the documents were skipped."""
+def _check_skipped(config: PrepareConfig, counts: dict[str, Any], null_rows: int) -> None:
+    """Raise ConfigError if more than `max_skipped` of the documents were skipped; `null_rows` are some of these."""
     skipped = {name: sum(counts[split][name] for split in SPLITS) for name in SKIPPED}
     number, documents = sum(skipped.values()), sum(counts[split]["documents"] for split in SPLITS)
     if number > max(5, config.max_skipped * (number + documents)):
         found = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in skipped.items() if count)
+        found += f"; {_name_null_rows(config, null_rows)}" if null_rows else ""
         problem = f"max_skipped: {config.max_skipped}, but of {number + documents:,} documents {number:,} were skipped"
         remedy = "look at the source, or raise max_skipped to go on without them"
         raise LimitError(f"{problem} ({found}); {remedy} ({_name_cache(config)})")
+
+
+def _name_null_rows(config: PrepareConfig, number: int) -> str:
+    rows = f"{number:,} of the empty documents are rows without a value in {config.text_column!r}"
+    return f"{rows}; is their text in another column?"
 
 
 def _check_unknown(config: PrepareConfig, counts: dict[str, Any]) -> None:
@@ -583,12 +596,19 @@ def show_document(corpus: Path) -> str:
     rows: Any = datasets.load_from_disk(str(corpus / "train"))
     row = rows[0]
     tokenizer, _ = load_tokenizer(corpus / "tokenizer")
-    tokens, pieces = row["input_ids"][:SHOWN_TOKENS], []
-    is_target = row.get("assistant_masks", [0, *[1] * len(tokens)])
-    for target, group in groupby(zip(tokens, is_target, strict=False), key=lambda pair: pair[1]):
-        text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
-        pieces.append(f"[[{text}]]" if target else text)
-    return printable("".join(pieces), kept="\n\t") + (" ..." if len(row["input_ids"]) > SHOWN_TOKENS else "")
+    tokens = row["input_ids"]
+    is_target = row.get("assistant_masks", [0, *[1] * (len(tokens) - 1)])
+    # The first tokens and, of a long prompt, those around the first target, too.
+    first_target = is_target.index(1) if 1 in is_target else 0
+    begins = [0] if first_target < SHOWN_TOKENS else [0, first_target - SHOWN_TOKENS // 4]
+    shown, end = "", 0
+    for begin in begins:
+        shown += " ... " if begin > end else ""
+        begin, end = max(begin, end), begin + SHOWN_TOKENS
+        for target, group in groupby(zip(tokens[begin:end], is_target[begin:end], strict=True), lambda pair: pair[1]):
+            text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
+            shown += f"[[{text}]]" if target else text
+    return printable(shown, kept="\n\t") + (" ..." if len(tokens) > end else "")
 
 
 def find_full_disk(error: BaseException | None) -> OSError | None:
@@ -663,9 +683,13 @@ def cli() -> int:
         print(f"tokenizer: the chat template of {config.tokenizer} names the current date, so the tokens depend on it")
     print("The first training document, as the model gets it; it learns to write the tokens in [[ ]]:")
     print("  | " + show_document(Path(config.out).expanduser()).replace("\n", "\n  | "))
+    names = {name: name.replace("_", " ") for name in COUNTS}
+    names["documents"] = "conversations" if metadata.get("conversations") else "documents"
     for split in SPLITS:
-        numbers = [f"{metadata[split][name]:,} {name.replace('_', ' ')}" for name in COUNTS]
+        numbers = [f"{metadata[split][name]:,} {shown}" for name, shown in names.items()]
         print(f"{config.out}/{split}: " + ", ".join(numbers))
+    if null_rows := metadata.get("null_rows"):
+        print(_name_null_rows(config, null_rows))
     if shared := metadata["train"].get("in_validation"):
         print(f"{shared:,} training documents are also in validation: {config.validation}")
     return 0

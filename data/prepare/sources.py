@@ -12,6 +12,7 @@ import re
 import stat
 import sys
 import sysconfig
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from runtime.files import folder_problems
 CHUNK = 2**19  # characters of a document that are yielded at once
 BATCH_ROWS, BATCH_BYTES = 256, 2**24  # of a Parquet file that are read at once, at most
 FILE_TYPES = ".txt", ".jsonl", ".parquet"
+
+HUB_NAME = re.compile(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*")  # without a user or organisation it has no dot
 
 LIBRARY = "python-library"
 LIBRARY_FOLDER = Path(sysconfig.get_path("stdlib"))
@@ -51,8 +54,8 @@ BYTE_ORDER_MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16
 
 MIN_CHARACTERS = 2**19  # after so many, replacements are checked before the end of the file, too
 # Encodings in which all bytes are ASCII: what stands for a character, or a row of them, that is not.
-HZ, UTF_7 = re.compile(r"~\{(?:[!-}][!-~])+~\}"), re.compile(r"\+[A-Za-z0-9+/]{3,}-")
-ISO_2022 = "\x1b$"
+HZ, UTF_7 = re.compile(r"~\{(?:[!-}][!-~])+~\}"), re.compile(r"\+[A-Za-z0-9+/]{3,}-?")
+ISO_2022 = re.compile("\x1b\\$|\x0e")  # the second one shifts in ISO-2022-KR, whose only escape is at the begin
 MAX_REPLACED, MAX_FRACTION_REPLACED = 10, 0.002  # German in ISO-8859-1 has one per 70 characters
 
 
@@ -79,6 +82,8 @@ class Source:
     line: int = field(default=1, init=False)
     """Number of the line of a jsonl file that is read, for messages."""
     found_separator: bool = field(default=False, init=False)
+    null_rows: int = field(default=0, init=False)
+    """Rows without a value in `text_column` and in the columns of conversations; their documents are empty."""
     decoded: "Decoded" = field(init=False)
     """Counts of all files that are read."""
 
@@ -107,7 +112,7 @@ class Source:
         self.stamps = {file: get_source_stamp(file) for file in [*self.files, *self.dataset_files]}
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        self.decoded, places = Decoded(), self.files or [self.name]
+        self.decoded, self.null_rows, places = Decoded(), 0, self.files or [self.name]
         for place in places:
             number = 1
             try:
@@ -154,7 +159,7 @@ class Source:
         path, configuration, split = [*self.name.split(":", 2), "", ""][:3]
         split = split or "train"
         remedy = "Without a network, name a folder with its files, or a pattern such as 'folder/*.parquet'"
-        is_path = path.startswith(("/", ".")) or path.count("/") > 1 or any(map(path.__contains__, "*?["))
+        is_path = not HUB_NAME.fullmatch(path) or "://" in self.name
         if (is_path or get_file_type(path) in FILE_TYPES or folder_problems(path)) and not os.path.exists(path):
             raise self._error(f"there is no file {self.name!r}\n{remedy}")  # asking the Hub would take half a minute
         try:
@@ -221,6 +226,8 @@ class Source:
             text, is_conversation = chat.read_document(row, self.text_column)
             if is_conversation is not None:
                 self._check_kind(is_conversation)
+            elif row.get(self.text_column) is None:
+                self.null_rows += 1
             length = len(text) if is_conversation else CHUNK  # a conversation stays whole
             for start in range(0, max(len(text), 1), max(length, 1)):
                 piece = text[start : start + length]
@@ -240,6 +247,7 @@ class Source:
                         yield parse_line(line.removeprefix("\ufeff"), place)  # of a file that was appended
                     self.line += 1
         else:
+            check_is_parquet(place)
             with pyarrow.parquet.ParquetFile(place) as file:
                 names = [name for name in file.schema_arrow.names if name in (self.text_column, *chat.COLUMNS)]
                 for index in range(file.num_row_groups):
@@ -322,9 +330,30 @@ def find_compression(file: str) -> str | None:
     """
     with open(file, "rb") as stream:
         start = stream.read(16)
-    if kind := next((kind for mark, kind in NOT_TEXT.items() if start.startswith(mark)), None):
+    check_is_text(start)
+    return find_format(start, COMPRESSIONS)
+
+
+def find_format(start: bytes, formats: dict[bytes, str]) -> str | None:
+    """Return which of `formats` has a file that starts with these bytes; None if none has."""
+    return next((kind for mark, kind in formats.items() if start.startswith(mark)), None)
+
+
+def check_is_text(start: bytes, formats: dict[bytes, str] = NOT_TEXT) -> None:
+    """Raise ValueError if a file that starts with these bytes, perhaps after decompression, has one of `formats`."""
+    if kind := find_format(start, formats):
         raise ValueError(f"it is not text but {kind}; extract its text, or give it the name of its format")
-    return next((kind for mark, kind in COMPRESSIONS.items() if start.startswith(mark)), None)
+
+
+def check_is_parquet(file: str) -> None:
+    """Raise ValueError if the first bytes of a file are not those of Parquet."""
+    with open(file, "rb") as stream:
+        start = stream.read(16)
+    if start.startswith(b"PAR1"):
+        return
+    kind = find_format(start, COMPRESSIONS)
+    remedy = f"decompress it first: {DECOMPRESS[kind][0]} {file!r}" if kind else "give it the name of its format"
+    raise ValueError(f"it is not Parquet{f' but {kind}' if kind else ''}; {remedy}")
 
 
 def name_decompression(file: str, error: Exception) -> str:
@@ -344,19 +373,29 @@ def name_decompression(file: str, error: Exception) -> str:
 def open_text(file: str, errors: str) -> io.TextIOWrapper:
     """Open a file, also one of gzip or zstd, as text without a byte order mark; line ends become line feeds."""
     stream = io.BufferedReader(pa.input_stream(file, compression=find_compression(file)))
-    start = stream.peek(4)
+    start = stream.peek(16)
+    check_is_text(start, NOT_TEXT | COMPRESSIONS)  # within the compressed file
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), "utf-8-sig")
     return io.TextIOWrapper(stream, encoding, errors)
 
 
 def count_escapes(text: str) -> int:
     """Count the sequences that stand for other characters in the ASCII encodings ISO-2022, HZ and UTF-7."""
-    count = text.count(ISO_2022) + (len(HZ.findall(text)) if "~{" in text else 0)
+    count = len(ISO_2022.findall(text)) + (len(HZ.findall(text)) if "~{" in text else 0)
     for match in UTF_7.findall(text):
         with suppress(UnicodeDecodeError):
-            decoded = match.encode().decode("utf-7")  # writers of UTF-7 leave letters of ASCII as they are
-            count += decoded.isprintable() and not any(character < "\x80" for character in decoded)
+            decoded = match.encode().decode("utf-7").removesuffix("-")
+            # Writers of UTF-7 leave letters of ASCII as they are, and omit the minus sign before a space.
+            letters = [character for character in decoded if character.isalpha()]
+            is_word = match.endswith("-") or (len(letters) > 1 and len({*map(name_script, letters)}) == 1)
+            count += decoded.isprintable() and is_word and bool(letters) and not any(map(str.isascii, letters))
     return count
+
+
+def name_script(letter: str) -> str:
+    """Return the script of a letter, such as CYRILLIC; all scripts of Japanese are one with Chinese."""
+    script = unicodedata.name(letter, "").partition(" ")[0]
+    return "CJK" if script in ("HIRAGANA", "KATAKANA") else script
 
 
 @dataclass
@@ -404,7 +443,7 @@ def check_decoded(texts: Iterable[str], file: str, of_source: Decoded) -> Iterat
     of_file = Decoded()
     for text in texts:
         if "\0" in text:  # every other byte of Latin text in UTF-16 without a byte order mark
-            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; {name_conversion(file)}")
+            raise ValueError(f"there is a NUL in it, so it is not UTF-8 text; if it is text, {name_conversion(file)}")
         replaced, escapes = text.count("\ufffd"), count_escapes(text)
         for counts in (of_file, of_source):
             counts.add(len(text), replaced, escapes, file)

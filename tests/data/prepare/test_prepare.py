@@ -1168,7 +1168,7 @@ def test_validation_documents_in_training_are_counted_or_refused(tmp_path):
     copied = write_jsonl(tmp_path / "b.jsonl", texts[:5])
     message = refusal(source, tmp_path / "out", validation=str(copied))
     assert "are in" in message and "so a loss on them says nothing about new text" in message
-    some = write_jsonl(tmp_path / "c.jsonl", [*texts[:2], "another document"])
+    some = write_jsonl(tmp_path / "c.jsonl", [texts[0], texts[1] + "\n", "another document"])
     metadata = make(source, tmp_path / "out", validation=str(some))
     assert metadata["train"]["in_validation"] == 2
     assert "in_validation" not in make(source, tmp_path / "none", validation="hash:0.2")["train"]
@@ -1186,11 +1186,42 @@ def test_many_skipped_documents_are_refused(tmp_path, monkeypatch):
     assert make(few, tmp_path / "few")["train"]["empty_documents"] == 5
 
 
-@pytest.mark.parametrize("value", ["0.1", ".05", "1"])
-def test_validation_that_is_a_number_is_refused_at_once(value, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "named"), [("0.1", "0.1"), (".05", ".05"), ("1", "0.1"), ("10%", "0.1"), ("1e-2", "1e-2"), ("0,1", "0.1")]
+)
+def test_validation_that_is_a_number_is_refused_at_once(value, named, tmp_path):
     """Not by asking the Hub, for a minute, whether it is a data set."""
     message = refusal(write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out", validation=value)
-    assert f"use hash:{value} for a fraction of them, or tail:{value} for the end of each" in message
+    assert f"use hash:{named} for a fraction of them, or tail:{named} for the end of each" in message
+
+
+def test_validation_that_says_none_names_its_form(tmp_path):
+    message = refusal(write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out", validation="None")
+    assert message == "validation: 'None' is not a source; use hash:0.0 for no validation"
+
+
+def test_null_rows_are_counted_apart_from_empty_texts(tmp_path, monkeypatch, capsys):
+    """A table that two sets were joined to has nulls where the text is in another column."""
+    rows = [{"text": f"document {i}"} for i in range(20)] + [{"text": ""}] + [{"text": None, "content": "a"}] * 3
+    pa.parquet.write_table(pa.table({k: [row.get(k) for row in rows] for k in rows[-1]}), tmp_path / "a.parquet")
+    words = ["--source", tmp_path / "a.parquet", "--tokenizer", "byte", "--out", tmp_path / "out", "--num_workers", 1]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words), "--validation", "hash:0.0"])
+    assert data.prepare.prepare.cli() == 0
+    output, named = capsys.readouterr().out, "3 of the empty documents are rows without a value in 'text'"
+    assert "20 documents" in output and "4 empty documents" in output and named in output
+    pa.parquet.write_table(pa.table({"text": ["a"] * 8 + [None] * 8}), tmp_path / "b.parquet")
+    assert "8 of the empty documents are rows without" in refusal(tmp_path / "b.parquet", tmp_path / "other")
+
+
+def test_targets_after_a_long_prompt_are_shown(tmp_path):
+    row = {"prompt": "a question " * 90, "response": "the answer " * 20}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    make(tmp_path / "a.jsonl", tmp_path / "out")
+    shown = show_document(tmp_path / "out")
+    assert shown.startswith("<|user|>\na question a") and shown.endswith(" ...") and len(shown) < 300
+    assert re.search(
+        r" \.\.\. .*question <\|endoftext\|>\n<\|assistant\|>\n\[\[the answer the.*\]\] \.\.\.$", shown, re.DOTALL
+    )
 
 
 def test_first_document_is_shown_as_the_model_gets_it(tmp_path):
@@ -1214,10 +1245,22 @@ def test_other_formats_are_named(tmp_path):
     for content, kind in ((b"PK\3\4 a", "zip"), (b"%PDF-1.7 a", "PDF"), (bz2.compress(b"a"), "bzip2")):
         (tmp_path / "a.txt").write_bytes(content)
         assert f"it is not text but {kind}" in refusal(tmp_path / "a.txt", tmp_path / "out")
+    (tmp_path / "a.txt").write_bytes(gzip.compress(gzip.compress(b"a")))
+    assert "it is not text but gzip" in refusal(tmp_path / "a.txt", tmp_path / "out")
+    remedies = {gzip.compress(b"PAR1"): " but gzip; decompress it first: gzip -dk", b"{}": "; give it the name of its"}
+    for content, remedy in remedies.items():
+        (tmp_path / "a.parquet").write_bytes(content)
+        assert f"it is not Parquet{remedy}" in refusal(tmp_path / "a.parquet", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("text", "encoding"), [(CHINESE, "hz"), (CHINESE, "iso2022_jp_2"), (GERMAN, "utf-7"), (RUSSIAN, "utf-7")]
+    ("text", "encoding"),
+    [
+        *((CHINESE, "hz"), (CHINESE, "iso2022_jp_2"), (GERMAN, "utf-7"), (RUSSIAN, "utf-7")),
+        ("Привет мир, это тест кодировки!\n" * 40, "utf-7"),  # the ends of its words are not marked
+        ("日本語のテキスト。\n" * 40, "utf-7"),
+        ("안녕하세요 테스트\n" * 40, "iso2022_kr"),
+    ],
 )
 def test_encodings_of_ascii_bytes_are_refused(tmp_path, text, encoding):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding, "ignore"))
@@ -1241,7 +1284,10 @@ def test_small_files_in_another_encoding_are_refused(tmp_path, text, encoding, f
 
 
 def test_escapes_of_terminals_and_code_are_text(tmp_path):
-    text = "\x1b[1mbold\x1b(B a+bcd-e x = ~{mask} +1234- +AGE- ~{} C+base-2\n" * 99
+    text = (
+        "\x1b[1mbold\x1b(B a+bcd-e x = ~{mask} +1234- +AGE- ~{} C+base-2 +14155552671 +100 +document.body+encoded\n"
+        * 99
+    )
     (tmp_path / "a.txt").write_text(text)
     make(tmp_path / "a.txt", tmp_path / "out")
     assert texts(tmp_path / "out") == [text]
