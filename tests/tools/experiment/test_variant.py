@@ -19,6 +19,7 @@ from model.config import GPTConfig
 from model.gpt import GPTModel
 from model.hf import to_transformers
 from runtime.config.errors import ConfigError, RunError
+from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES
 from tests.tools.experiment.conftest import FAKE
 from tools.experiment import change, evaluator, runs, variant_program
@@ -297,6 +298,24 @@ def test_costs_are_those_of_the_initial_model(tmp_path):
     found = variant_program.describe(str(tmp_path / "config.yaml"))
     assert found["parameters"] == initial.num_parameters()
     assert found["flops_per_token"] == count_flops(initial.train(), 8) and not found["warnings"]
+
+
+def test_model_whose_flops_cannot_be_counted_has_a_warning(monkeypatch):
+    """Its own estimate counts in their place, and the race starts."""
+    forward = GPTModel.forward
+
+    def refuse_short(self, input_ids, **named):
+        if input_ids.shape[1] < 256:
+            raise ValueError("input_ids: fewer than 256 tokens")
+        return forward(self, input_ids, **named)
+
+    monkeypatch.setattr(GPTModel, "forward", refuse_short)
+    config = parse_config([*TINY_STORIES, "--seq_len", "256", "--model.max_position_embeddings", "256"])
+    config = config.replace(model=config.model.replace(vocab_size=16))
+    flops, [warning] = variant_program.flops_per_token(config)
+    assert flops == GPTModel(config.model).flops_per_token(128)
+    assert warning.startswith("FLOPs cannot be counted on 128 positions, so its flops_per_token is taken instead")
+    assert warning.endswith(": ValueError: input_ids: fewer than 256 tokens")
 
 
 # Scaling
