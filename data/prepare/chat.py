@@ -14,7 +14,7 @@ Message = dict[str, Any]
 """A `role` and a `content`, and other keys that a chat template may render, such as `tool_calls`. An answer whose
 `weight` is 0 is not a training target."""
 
-NAMES_OF_ASSISTANT = {"assistant", "model", "ai", "bot", "gpt"}
+NAMES_OF_ASSISTANT = {"assistant", "model", "ai", "bot", "chatbot", "gpt", "llm"}
 """Roles with these names, in any case, are meant to be `assistant`; as they are, no token would be a target."""
 
 COLUMNS = "messages", "prompt", "response", "completion", "system", "tools", "chat_template_kwargs"

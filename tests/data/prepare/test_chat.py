@@ -653,7 +653,7 @@ def test_other_json_text_is_text():
     assert read_document({"text": json.dumps(TURN)}, "text") == (json.dumps(TURN), False)
 
 
-@pytest.mark.parametrize("role", ["Assistant", "model", "AI"])
+@pytest.mark.parametrize("role", ["chatbot", "Assistant", "model", "AI"])
 def test_answers_under_another_role_are_refused(role, tmp_path):
     message = refusal([{"messages": [TURN[0], {"role": role, "content": "a"}]}], tmp_path)
     assert f"has a message of role {role!r}; answers must have the role 'assistant'" in message
