@@ -12,13 +12,14 @@ import torch
 from accelerate import Accelerator
 
 from runtime.distributed.launch import num_shards, uses_cpu
-from trainer.checkpoint.identity import ROOT, code_hash
+from trainer.checkpoint.identity import ROOT, code_hash, training_code
 
 # A patch that applies, whatever the user's configuration (diff.external, color.ui, diff.noprefix, textconv) says.
 PLAIN_DIFF = (
     *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary"),
     *("--src-prefix=a/", "--dst-prefix=b/", "--unified=3"),
 )
+MAX_NEW_FILE_BYTES = 10**7  # a larger file is data, which a patch does not keep
 
 
 @cache  # the code of this process, even if its files are edited later; git is slow on a network disk
@@ -49,15 +50,22 @@ def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
     }
 
 
-def uncommitted_changes(root: Path = ROOT) -> str | None:
-    """Return the uncommitted changes below `root`, and new Python files, as a patch; None if there are none.
+def uncommitted_changes(root: Path = ROOT) -> bytes | None:
+    """Return the uncommitted changes below `root`, and new files of code, as a patch; None if there are none.
 
-    `root` may be a folder of a larger repository: the patch has nothing outside it, and its paths are relative to it.
+    New files are Python files and, up to MAX_NEW_FILE_BYTES, all others that count as code (`training_code`), such as
+    kernels. `root` may be a folder of a larger repository: the patch has nothing outside it, and its paths are relative
+    to it.
     """
-    new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard", "*.py") or "").split("\0")
+    files = training_code(root).items()
+    code = {file.relative_to(root).as_posix() for file, content in files if len(content) <= MAX_NEW_FILE_BYTES}
+    new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard") or "").split("\0")
     patches = [_git(root, *PLAIN_DIFF, "--relative", "HEAD", "--", ".")]
-    patches += [_git(root, *PLAIN_DIFF, "--no-index", "/dev/null", file) for file in new if file]
-    return "\n".join(filter(None, patches)) or None
+    for file in new:
+        if file.endswith(".py") or file in code:
+            patches.append(_git(root, *PLAIN_DIFF, "--no-index", "/dev/null", file))
+    changes = "\n".join(filter(None, patches))
+    return f"{changes}\n".encode(errors="surrogateescape") if changes else None
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -67,8 +75,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     # By default git refuses a clone that another user owns, as in a container, since its hooks could run that user's
     # code. The code of this clone is running already.
     command = [git, "-c", "safe.directory=*", *arguments]
+    environment = os.environ | {"GIT_DIFF_OPTS": ""}  # otherwise it overrides --unified
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:  # its disk does not respond
         return None
-    return done.stdout.decode(errors="replace").strip("\n") or None  # a patch may end with a line of one space
+    # A patch keeps bytes that are not UTF-8, and may end with a line of one space.
+    return done.stdout.decode(errors="surrogateescape").strip("\n") or None

@@ -219,8 +219,8 @@ def write_start(run: Run, config: TrainConfig, start: StartingPoint, facts: dict
     # Append the row of this session, which names a file with the uncommitted changes of the code.
     patch_name = None
     if changes := uncommitted_changes():
-        patch_name = f"code-{sha256(changes.encode()).hexdigest()[:8]}.diff"
-        write_atomically(run.path / patch_name, changes + "\n")
+        patch_name = f"code-{sha256(changes).hexdigest()[:8]}.diff"
+        write_atomically(run.path / patch_name, changes)
     row = {"step": start.step, **facts, "config": settings_to_store(config), "uncommitted_changes": patch_name}
     if parent:
         branch = Branch(str(parent.path), start.step, start.metrics.get("state/digest"), start.tokens)

@@ -39,8 +39,8 @@ def test_uncommitted_changes_restore_the_code(code, tmp_path):
         (code / "data" / name).write_text("new\n\n")
     expected, changes = contents(code), uncommitted_changes(code)
     git(code, "stash", "--include-untracked")
-    assert contents(code) != expected and "runs" not in changes
-    git(code, "apply", *([] if code == tmp_path else ["--directory=inner"]), "-", input=f"{changes}\n".encode())
+    assert contents(code) != expected and b"runs" not in changes
+    git(code, "apply", *([] if code == tmp_path else ["--directory=inner"]), "-", input=changes)
     assert contents(code) == expected
 
 
@@ -49,16 +49,38 @@ CONFIGURATIONS += ["diff.own.textconv=tr a-z A-Z <", "diff.own.command=true"]
 
 
 @pytest.mark.parametrize("code", ["."], indirect=True)
-@pytest.mark.parametrize("setting", [*CONFIGURATIONS, "diff.context=0"])
-def test_uncommitted_changes_apply_whatever_git_is_configured_to_print(setting, code):
-    git(code, "config", *setting.split("="))
+@pytest.mark.parametrize("setting", [*CONFIGURATIONS, "diff.context=0", "GIT_DIFF_OPTS=-u0"])
+def test_uncommitted_changes_apply_whatever_git_is_configured_to_print(setting, code, monkeypatch):
+    name, value = setting.split("=")
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+    else:
+        git(code, "config", name, value)
     (code / ".git" / "info" / "attributes").write_text("*.py diff=own\n")
     (code / "loop.py").write_text("three\n\ntwo\n\n")
     (code / "new.py").write_text("new\n")
     expected, changes = contents(code), uncommitted_changes(code)
     git(code, "stash", "--include-untracked")
-    git(code, "apply", "-", input=f"{changes}\n".encode())
+    git(code, "apply", "-", input=changes)
     assert contents(code) == expected
+
+
+@pytest.mark.parametrize("code", ["."], indirect=True)
+def test_uncommitted_changes_have_every_new_file_that_counts_as_code(code, monkeypatch):
+    """Kernels and tables, too, with bytes that are not UTF-8; not the notes beside them, and nothing large."""
+    files = {"kernels/fused.cu": b"// gr\xf6\xdfe\n", "table.json": b"[1]\n"}
+    others = {"notes.txt": b"x\n", "kernels/weights.bin": b"1" * 99}
+    (code / "train.py").write_text("import kernels\nopen('table.json')\n")
+    (code / "kernels").mkdir()
+    for name, content in (files | others).items():
+        (code / name).write_bytes(content)
+    (code / "loop.py").write_bytes(b"# gr\xf6\xdfe\n")
+    monkeypatch.setattr("trainer.checkpoint.provenance.MAX_NEW_FILE_BYTES", 50)
+    changes = uncommitted_changes(code)
+    git(code, "stash", "--include-untracked")
+    git(code, "apply", "-", input=changes)
+    assert (code / "loop.py").read_bytes() == b"# gr\xf6\xdfe\n"
+    assert {name: (code / name).read_bytes() for name in files | others if (code / name).exists()} == files
 
 
 @pytest.mark.parametrize("code", ["inner"], indirect=True)
@@ -68,8 +90,8 @@ def test_uncommitted_changes_leave_out_the_outer_repository(code):
     assert uncommitted_changes(code) is None
     (code / "loop.py").write_text("changed\n")
     changes = uncommitted_changes(code)
-    assert "changed" in changes
-    assert "secret" not in changes and "other.py" not in changes
+    assert b"changed" in changes
+    assert b"secret" not in changes and b"other.py" not in changes
 
 
 @pytest.mark.parametrize("code", ["inner"], indirect=True)
