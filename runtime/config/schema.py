@@ -29,6 +29,8 @@ NO_TEACHER = Unused("teacher.path", None)
 NOT_WANDB = Unused("tracking.tracker", "tensorboard")
 NOT_EVALUATED = Unused("evaluation.every", 0)
 NOT_RANDOM = Unused("data.source", "random")
+# Without evaluations, texts are generated at the end of a run alone: stories are then scored, and others logged.
+ONLY_SCORED = Unused("evaluation.every", 0, also=Unused("data.source", "stories"))
 
 
 class DataConfig(Settings):
@@ -209,7 +211,7 @@ class EvaluationConfig(Settings):
     num_scored_generations: Annotated[int, Ge(0), Le(100_000), NOT_STORIES] = 200
     """Number of stories generated, scored by the grammar and logged at the end of a run. 0: none."""
 
-    num_logged_generations: Annotated[int, Ge(0), Le(1000), NOT_RANDOM] = 2
+    num_logged_generations: Annotated[int, Ge(0), Le(1000), NOT_RANDOM, ONLY_SCORED] = 2
     """Number of texts, of up to 128 tokens, generated and logged at every evaluation after step 0 and at the end of a
     run. With source stories, num_scored_generations are generated and logged at the end instead. With source random
     and with conversations there are none. 0: none."""
@@ -219,6 +221,7 @@ class EvaluationConfig(Settings):
         NOT_RANDOM,
         Unused("evaluation.num_logged_generations", 0, also=NOT_STORIES),
         Unused("evaluation.num_logged_generations", 0, also=Unused("evaluation.num_scored_generations", 0)),
+        Unused("evaluation.num_scored_generations", 0, also=ONLY_SCORED),
     ] = 0.8
     """Sampling temperature of scored and logged generations. 0: greedy decoding."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from data.corpus import Corpus, load_corpus
 from data.sampler import BatchSizes
 from runtime.config.errors import ConfigError
-from runtime.config.schema import TrainConfig
+from runtime.config.schema import EvaluationConfig, TrainConfig
 from runtime.config.stored_settings import complete_settings
 from runtime.distributed.world import num_processes
 from runtime.machine.cpu import use_portable_arithmetic
@@ -75,6 +75,7 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
     config = with_steps(config, len(corpus.train))
     check_consistent(config)  # again, with the settings that are now filled in
+    check_generations(config, corpus)
     config, teacher = load_teacher(config, corpus) if config.teacher.path is not None else (config, None)
     return Resolved(config, corpus, PretrainedModels(initial, teacher))
 
@@ -83,6 +84,17 @@ def check_consistent(config: TrainConfig) -> None:
     """Raise ConfigError with all settings that contradict each other."""
     if problems := config.problems(num_processes()):
         raise ConfigError("\n".join(problems))
+
+
+def check_generations(config: TrainConfig, corpus: Corpus) -> None:
+    """Raise ConfigError for settings of generated texts that the data make useless: a chat model needs a question."""
+    if not corpus.has_conversations:
+        return
+    for name in ("num_logged_generations", "temperature"):
+        value = getattr(config.evaluation, name)
+        if value and value != EvaluationConfig.model_fields[name].default:
+            problem = f"evaluation.{name}: {value} has no effect on conversations, for which no texts are generated"
+            raise ConfigError(f"{problem}; leave it out")
 
 
 def with_steps(config: TrainConfig, num_samples: int) -> TrainConfig:

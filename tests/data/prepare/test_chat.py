@@ -46,6 +46,7 @@ from trainer.pretrained import export
 from trainer.pretrained.export import ExportConfig
 from trainer.pretrained.load import load_run, load_with_source
 from trainer.run.directory import Run
+from trainer.run.resolve import resolve
 from trainer.run.start import lock_and_choose, write_start
 
 CHATML = (
@@ -849,6 +850,9 @@ def test_conversations_switch_packing_to_isolated(folder, tmp_path):
     assert "targets are the answers alone" in corpus.notes["conversations"]
     with pytest.raises(ConfigError, match="data.crops: shifted .* conversations"):
         load_corpus(config.replace(**{"data.crops": "shifted"}))
+    for setting, value in {"num_logged_generations": 5, "temperature": 0.5}.items():
+        with pytest.raises(ConfigError, match=f"evaluation.{setting}: {value} has no effect on conversations"):
+            resolve(config.replace(**{f"evaluation.{setting}": value}))
     make(write_jsonl(tmp_path / "a.jsonl", make_documents(60)), tmp_path / "text", validation="hash:0.2")
     mix = json.dumps({str(folder / "marked"): 1, str(tmp_path / "text"): 1})
     config = settings_for("--data.mix", mix)

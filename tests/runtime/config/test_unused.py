@@ -42,6 +42,14 @@ def test_rule_names_a_setting_and_values_that_it_can_have(name, rule):
             "--evaluation.temperature 1 --evaluation.num_logged_generations 0 --evaluation.num_scored_generations 0",
             "temperature: 1.0 .* evaluation.num_logged_generations: 0 and evaluation.num_scored_generations: 0; leave",
         ),
+        (
+            "--evaluation.num_logged_generations 5",
+            "_generations: 5 .* evaluation.every: 0 and data.source: stories; le",
+        ),
+        (
+            "--evaluation.temperature 1 --evaluation.num_scored_generations 0",
+            "temperature: 1.0 .* evaluation.num_scored_generations: 0 and evaluation.every: 0 and data.source: stories",
+        ),
         ("--init_hash 0123", "init_hash: 0123 has no effect with init_from: null"),
     ],
 )
