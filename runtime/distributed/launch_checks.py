@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from runtime.config.errors import ConfigError
 from runtime.config.schema import TrainConfig
 from runtime.distributed.launch import TORCH_DEVICE, env_flag, num_shards, uses_cpu
-from runtime.distributed.world import is_main_process
+from runtime.distributed.world import is_main_process, read_number
 
 # Paths, and settings that change no result: each machine may have its own.
 MAY_DIFFER_BY_MACHINE = {
@@ -63,6 +63,13 @@ def launch_problems(environment: Mapping[str, str], config: TrainConfig) -> list
         problems.append(
             f"WORLD_SIZE: {environment['WORLD_SIZE']} processes, but {', '.join(sorted(missing))} not set in the "
             "environment; use accelerate launch or torchrun, or, to train with one process, unset WORLD_SIZE"
+        )
+    num_processes = read_number("WORLD_SIZE", 1, environment)
+    rank = read_number("RANK", 0, environment) if num_processes > 1 else 0
+    if rank >= num_processes:  # it would wait for processes that do not know it
+        problems.append(
+            f"RANK: {rank}, but of WORLD_SIZE: {num_processes} processes the last one is {num_processes - 1}; use "
+            "accelerate launch or torchrun"
         )
     # srun starts one process a task, each of which would train the whole run alone.
     if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "WORLD_SIZE" not in environment:
@@ -143,7 +150,7 @@ def mps_problems(environment: Mapping[str, str], config: TrainConfig) -> list[st
 
 def device_problems(environment: Mapping[str, str]) -> list[str]:
     """Return problems with the GPUs: present but unusable, fewer than processes, or without bf16."""
-    processes, num_gpus = int(environment.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    processes, num_gpus = read_number("LOCAL_WORLD_SIZE", 1, environment), torch.cuda.device_count()
     if env_flag(environment, "ACCELERATE_USE_CPU") and processes > num_gpus > 0:
         # Accelerate's barrier allocates on GPU number LOCAL_RANK, even if the processes train on the CPU (until it
         # passes no `device_ids` to gloo; then test_trial_needs_no_second_gpu passes with ACCELERATE_USE_CPU, too).

@@ -110,6 +110,15 @@ def test_incomplete_environment_is_refused():
     assert launch_checks.launch_problems(environment | complete, TrainConfig()) == []
 
 
+def test_numbers_of_processes_that_are_wrong_are_refused():
+    complete = {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    (message,) = launch_checks.launch_problems(complete | {"RANK": "2"}, TrainConfig())
+    assert message.startswith("RANK: 2, but of WORLD_SIZE: 2 processes the last one is 1; use accelerate launch")
+    assert launch_checks.launch_problems({"RANK": "2"}, TrainConfig()) == [], "left behind in a shell"
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: 'two' is not a number; unset it"):
+        launch_checks.launch_problems(complete | {"RANK": "1", "LOCAL_WORLD_SIZE": "two"}, TrainConfig())
+
+
 def test_tasks_of_srun_without_a_launcher_are_refused():
     """Each task would train the whole run alone."""
     (message,) = launch_checks.launch_problems({"SLURM_STEP_NUM_TASKS": "2"}, TrainConfig())
