@@ -6,6 +6,7 @@ at the last start of the run, or the processes of a new run have several copies,
 compared, as by `python -m data.prepare --check DIR`.
 """
 
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -167,6 +168,8 @@ def open_columns(file: Path) -> list[list[pa.ListArray]]:
                 if column.null_count or column.values.null_count or len(column.values) != len(columns[0].values):
                     raise ValueError("it has nulls, or tokens without a mask")
         return batches
+    except MemoryError as error:  # also Arrow's own
+        raise unreadable(file, OSError(errno.ENOMEM, f"out of memory: {error}")) from None
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ConfigError(f"data: {file} is damaged: {error}; {REMEDY}") from None
 

@@ -930,6 +930,13 @@ def test_file_that_cannot_be_read_is_not_called_damaged(code, corpus, monkeypatc
     def out_of_memory(*arguments, **options):
         raise OSError("Memory mapping file failed: Cannot allocate memory")  # as Arrow does under `ulimit -v`
 
+    def full_memory(*arguments, **options):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.integrity.pa.ipc.open_stream", full_memory)
+        with pytest.raises(ConfigError, match="cannot be read: out of memory: malloc .* the corpus may be intact"):
+            open_split(corpus)
     with monkeypatch.context() as patch:
         patch.setattr("data.integrity.hash_files", lambda *_: map(refuse, [0]))
         with pytest.raises(ConfigError, match=f"{file} {why}; the corpus may be intact"):

@@ -98,6 +98,15 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def manifest_problem(path: Path) -> str:
+    """Return why the manifest of the checkpoint at `path` is not valid; "" if it is."""
+    try:
+        read_manifest(path)
+    except InvalidCheckpoint as invalid:
+        return str(invalid)
+    return ""
+
+
 def validate(path: Path, should_stop: Callable[[], bool] = never_stop) -> Manifest:
     """Read the manifest of the checkpoint at `path` and check every byte of its files.
 

@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import (
     Manifest,
     best_checkpoints,
     checkpoints_in,
+    manifest_problem,
     newest_valid,
     readable_checkpoints,
     validate,
@@ -126,8 +127,8 @@ def find_checkpoint(path: Path, checkpoint: str | int = "latest") -> tuple[Path,
     directory = path
     if not is_checkpoint:
         manifests = readable_checkpoints(path / "checkpoints")
-        damaged = [c for c in checkpoints_in(path / "checkpoints") if c not in manifests and c.exists()]
-        report_skipped(f"{directory}: its manifest is missing or damaged" for directory in damaged)
+        others = [c for c in checkpoints_in(path / "checkpoints") if c not in manifests and c.exists()]
+        report_skipped(filter(None, map(manifest_problem, others)))
         best = best_checkpoints(manifests)
         if checkpoint == "best":
             chosen = best[:1]
