@@ -138,7 +138,7 @@ def test_find_best_checkpoint_names_damaged_manifest(run, tmp_path, capsys):
     damaged = shutil.copytree(run, tmp_path / "run") / "checkpoints" / "step-00000008" / "manifest.json"
     damaged.write_text("{}")
     find_checkpoint(tmp_path / "run", "best")
-    assert f"Checkpoint skipped: {damaged.parent}: no valid manifest.json: format None instead" in capsys.readouterr().err
+    assert f"Checkpoint skipped: {damaged.parent}: no valid manifest.json: format None" in capsys.readouterr().err
 
 
 def test_load_run_names_missing_run_or_checkpoint(run, tmp_path, monkeypatch):
