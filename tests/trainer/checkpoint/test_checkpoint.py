@@ -40,6 +40,7 @@ from trainer.checkpoint.manifest import (
     File,
     InvalidCheckpoint,
     Manifest,
+    checkpoints_in,
     newest_valid,
     read_manifest,
     rotate,
@@ -417,6 +418,19 @@ def test_rotate_reads_no_contents(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.checkpoint.manifest.hash_files", None)
     rotate(tmp_path, 2, CheckpointConfig(keep=1))
     assert remaining_steps(tmp_path) == [2]
+
+
+def test_interrupted_deletion_leaves_no_damaged_checkpoint(tmp_path, monkeypatch):
+    """It is no checkpoint any more before its first file is gone."""
+    for step in range(1, 4):
+        write_checkpoint(tmp_path, step, None)
+
+    def delete_one_file(folder, ignore_errors):
+        (Path(folder) / "a.safetensors").unlink()
+
+    monkeypatch.setattr("trainer.checkpoint.manifest.shutil.rmtree", delete_one_file)
+    rotate(tmp_path, 3, CheckpointConfig(keep=1))
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]
 
 
 def test_best_compares_only_equal_validation_sets(tmp_path, capsys):
