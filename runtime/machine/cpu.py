@@ -3,8 +3,10 @@
 import ctypes
 import os
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -32,6 +34,15 @@ def prepare_cpu() -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc only
         for option, value in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**27), (M_MMAP_THRESHOLD, 2**25)):
             libc.mallopt(option, value)
+
+
+def processor_name() -> str:
+    """Return the model of the processor, such as "AMD EPYC (family 25, model 17)"; not on Linux, only its kind."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    name = fields.get("model name", platform.processor() or platform.machine())
+    # A shared machine may hide the name of its model.
+    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
 
 
 def prepare_exact() -> None:

@@ -7,7 +7,6 @@ each between `<!-- NAME -->` and `<!-- end -->`, and draws benchmarks/results/cu
 
 import json
 import os
-import platform
 import re
 import resource
 import sys
@@ -18,6 +17,7 @@ from statistics import median, quantiles
 import psutil
 import torch
 
+from runtime.machine.cpu import processor_name
 from tools import plot
 from trainer.checkpoint.provenance import provenance
 
@@ -45,11 +45,7 @@ MANY = 6  # from this number of rounds on, ranges are interquartile
 
 
 def machine() -> dict[str, str | int | float]:
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo, re.MULTILINE))
-    facts = {"cpu": fields.get("model name", platform.processor()), "cores": os.cpu_count() or 1}
-    if "cpu family" in fields:  # a shared machine may hide the name of its model
-        facts["cpu"] = f"{facts['cpu']} (family {fields['cpu family']}, model {fields['model']})"
+    facts = {"cpu": processor_name(), "cores": os.cpu_count() or 1}
     facts["memory_gib"] = round(psutil.virtual_memory().total / 2**30, 1)
     return facts | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 

@@ -23,7 +23,7 @@ IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([^\n#]+))", re.MULT
 QUOTED_FILE = re.compile(r"""["']([\w./-]*\.\w+)["']""")
 FACTS = ("mixed_precision", "code")
 # Facts that change the order of additions, and so the bits of a run without `exact`.
-SUMMATION_ORDER = ("processes", "shards", "threads")
+SUMMATION_ORDER = ("processor", "processes", "shards", "threads")
 VERSIONS = ("python", "torch", "accelerate")  # another one may change the bits, with `exact`, too
 
 
@@ -106,8 +106,12 @@ def compare_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def compare_summation_order(then: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
-    """Return `device` and the names in SUMMATION_ORDER that make the bits of two sessions differ: none with `exact`."""
-    return [] if exact else [name for name in ("device", *SUMMATION_ORDER) if _differs(name, then, now)]
+    """Return `device` and the names in SUMMATION_ORDER that make the bits of two sessions differ.
+
+    With `exact` that is only another kind of GPU: on x86-64 processors the bits are the same.
+    """
+    names = ("device", *SUMMATION_ORDER) if not exact else ("processor",) if now.get("device") == "cuda" else ()
+    return [name for name in names if _differs(name, then, now)]
 
 
 def compare_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

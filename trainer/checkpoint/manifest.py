@@ -57,6 +57,8 @@ class Manifest:
     threads: int | None
     """CPU threads of each process, which determine the order of sums; None on a GPU."""
     provenance: dict[str, Any]
+    processor: str | None = None
+    """The model of the processor, or of the GPU; None: not recorded."""
     tokenizer: dict[str, Any] | None = None
     """Of a run on text: properties of its tokenizer, as by data.tokenizer.load_tokenizer; {} if its data have none."""
     conversations: bool | None = None

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from runtime.distributed.launch import num_shards, uses_cpu
+from runtime.machine.cpu import processor_name
 from trainer.checkpoint.identity import ROOT, code_hash, training_code
 
 # A patch that applies, whatever the user's configuration (diff.external, color.ui, diff.noprefix, textconv) says.
@@ -42,11 +43,13 @@ def provenance(root: Path = ROOT) -> dict[str, str | None]:
 
 def launch_facts(accelerator: Accelerator) -> dict[str, str | int | None]:
     """Return the facts about the launch that may change the bits of a run without being settings of it."""
+    device = accelerator.device
     return {
         "mixed_precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,
         "shards": num_shards(accelerator),
-        "threads": torch.get_num_threads() if accelerator.device.type == "cpu" else None,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
     }
 
 

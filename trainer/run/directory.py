@@ -71,6 +71,8 @@ class Session:
     """Processes that share one replica of the weights."""
     threads: int | None = None
     """CPU threads of each process; None on a GPU."""
+    processor: str | None = None
+    """The model of the processor, or of the GPU."""
     code: str | None = None
     """Hash of the sources that train (trainer/checkpoint/identity.py)."""
     git_commit: str | None = None

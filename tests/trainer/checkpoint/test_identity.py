@@ -129,6 +129,10 @@ def test_compare_summation_order_depends_on_exact():
     then, now = then | {"device": "mps"}, now | {"device": "cpu"}
     assert compare_summation_order(then, now, exact=False) == ["device", "processes"], "a GPU has no threads to compare"
     assert compare_summation_order(then, now, exact=True) == []
+    for device, exact in (("cpu", False), ("cpu", True), ("cuda", False), ("cuda", True)):
+        then, now = ({"device": device, "processor": name} for name in ("one", "another"))
+        named = compare_summation_order(then, now, exact)
+        assert named == ([] if (device, exact) == ("cpu", True) else ["processor"]), (device, exact)
 
 
 # Starts under other code, simulated by editing the recorded hash.

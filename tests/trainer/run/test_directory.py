@@ -19,6 +19,7 @@ from runtime.config.parser import parse_config
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import complete_settings, read_settings
 from runtime.files import sha256
+from runtime.machine.cpu import processor_name
 from tests.conftest import ROOT, TINY_STORIES, environment, metrics, train, train_state
 from tests.support import forked
 from trainer.checkpoint.manifest import File, InvalidCheckpoint, read_manifest, validate
@@ -425,12 +426,12 @@ def test_resume_reports_changed_threads_and_processes(exact, runs):
     checkpoint = runs / "run" / "checkpoints" / "step-00000002"
     manifest = read_manifest(checkpoint)
     assert (manifest.processes, manifest.threads) == (1, 1)
-    replace(manifest, threads=7).write(checkpoint)
+    assert manifest.processor == processor_name()
+    replace(manifest, threads=7, processor="Cray-1").write(checkpoint)
     assert "Resumed with" not in train(*arguments, "--steps", 2, processes=2).stdout, "no step is left to train"
     done = train(*arguments, "--steps", 3, processes=2)
-    message = (
-        "Resumed with 2 processes instead of 1, 1 threads instead of 7: from here on the bits may differ by rounding."
-    )
+    changes = f"{processor_name()} processor instead of Cray-1, 2 processes instead of 1, 1 threads instead of 7"
+    message = f"Resumed with {changes}: from here on the bits may differ by rounding."
     assert done.stdout.splitlines().count(message) == (0 if exact else 1)
 
 
