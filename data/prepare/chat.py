@@ -40,6 +40,8 @@ def read_document(row: Any, text_column: str) -> tuple[str, bool | None]:
     row = {name: _parse_messages(name, value) if name in parsed else value for name, value in row.items()}
     answers = [name for name in ("response", "completion") if name in row]
     answer = max(answers, key=lambda name: _fullness(row[name]), default=None)
+    if len(answers) == 2 and min(_fullness(row[name]) for name in answers) == 2:
+        raise ValueError("the row has a response and a completion; leave one of them null")
     fullness = {name: _fullness(row.get(name)) for name in (text_column, "messages")}
     if "prompt" in row and answer:
         fullness["prompt"] = max(_fullness(row["prompt"]), _fullness(row[answer]))

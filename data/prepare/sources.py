@@ -82,6 +82,7 @@ class Source:
     line: int = field(default=1, init=False)
     """Number of the line of a jsonl file that is read, for messages."""
     found_separator: bool = field(default=False, init=False)
+    found_text_column: bool = field(default=False, init=False)
     null_rows: int = field(default=0, init=False)
     """Rows without a value in `text_column` and in the columns of conversations; their documents are empty."""
     decoded: "Decoded" = field(init=False)
@@ -131,10 +132,19 @@ class Source:
                 raise self._error(f"{changed[0]!r} changed while it was read; start again when it is complete")
             if problem := self.decoded.find_problem(complete=place == places[-1]):
                 raise self._error(f"{self.name!r}, in all files: {problem} and others")
-        is_txt = any(get_file_type(file) == ".txt" for file in self.files)
-        if self.separator and is_txt and not self.found_separator and self.setting == "source":
+        if self.setting == "source":
+            self._check_options()
+
+    def _check_options(self) -> None:
+        """Raise ConfigError if an option had no effect on what was read."""
+        file_types = {get_file_type(file) for file in self.files}
+        if self.separator and ".txt" in file_types and not self.found_separator:
             problem = f"document_separator: {self.document_separator!r} does not occur in {self.name!r}"
             raise ConfigError(f"{problem}; correct it, or leave it out if each file is one document")
+        has_rows = self.dataset is not None or file_types - {".txt", ".py"}
+        if self.text_column != "text" and has_rows and not self.found_text_column:
+            problem = f"text_column: {self.text_column!r} is a column of no row of {self.name!r}"
+            raise ConfigError(f"{problem}; correct it, or leave it out for conversations")
 
     def shared_with(self, other: "Source") -> str | None:
         """Return a file or dataset that is in both sources, under whatever name; None if there is none."""
@@ -224,6 +234,7 @@ class Source:
     def _read_rows(self, place: str) -> Iterator[tuple[str, bool]]:
         for row in self._read_records(place):
             text, is_conversation = chat.read_document(row, self.text_column)
+            self.found_text_column |= self.text_column in row
             if is_conversation is not None:
                 self._check_kind(is_conversation)
             elif row.get(self.text_column) is None:

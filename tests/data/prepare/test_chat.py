@@ -566,6 +566,7 @@ MESSAGES = {"messages": conversation(1)}
         ([{"messages": ["hi"]}], ["document 1", "'hi'", "a role and a content"]),
         ([{"messages": [{"role": "user"}]}], ["document 1", "a role and a content"]),
         ([{"messages": [{"role": "user", "content": 3}]}], ["document 1", "3", "a role and a content"]),
+        ([{"prompt": "a", "response": "b", "completion": "c"}], ["a response and a completion; leave one"]),
         ([{"prompt": "a", "response": None}], ["document 1", "'response' is None", "not a text"]),
         ([{"prompt": "a", "response": [3]}], ["document 1", "'response' has 3", "a role and a content"]),
         ([MESSAGES, MESSAGES | {"tools": "{"}], ["document 2", "JSON"]),
@@ -625,6 +626,15 @@ def test_text_column_may_have_messages_as_json_text(tmp_path):
     rows = [{"conversations": json.dumps(TURN)}, {"conversations": "", "messages": TURN}]
     make(write_rows(tmp_path / "a.jsonl", rows), tmp_path / "a", text_column="conversations")
     assert decode_targets(tmp_path / "a") == ["a<|endoftext|>"] * 2
+
+
+def test_text_column_of_no_row_is_refused(tmp_path):
+    """Also for conversations, which do not need it; a row may lack it."""
+    rows = [{"messages": TURN}] * 2
+    message = refusal(rows, tmp_path, text_column="body")
+    assert message.startswith(f"text_column: 'body' is a column of no row of '{tmp_path / 'a.jsonl'}'; correct it")
+    make(write_rows(tmp_path / "a.jsonl", [*rows, {"body": TURN}]), tmp_path / "out", text_column="body")
+    assert decode_targets(tmp_path / "out") == ["a<|endoftext|>"] * 3
 
 
 @pytest.mark.parametrize(
