@@ -284,6 +284,14 @@ def test_figures_of_many_epochs(monkeypatch):
     for name, idea in ideas.items():
         cells = f"{percent(idea['effect'])} ({interval(idea)}) | {idea['verdict']} | {idea['runs']}"
         figures.append(f"| `{name}` | {cells} |")
+    for folder, characters in (("text-e8f38e9e", 200_000), ("text-411eb1c4", 300_000)):
+        race = report.describe_race(RAW / folder / "races" / "205063a7.json")
+        assert race["runs"] == 8 and hours(race) == "0.26"
+        [ideas] = ideas_of_rounds(race)
+        effects = (show(ideas[f"{shifted}--model.dropout 0.1"]) for shifted in ("", "--data.crops shifted "))
+        loss = f"{race['rounds'][0]['baseline_loss']:.3f}"
+        row = [f"{characters:,}", f"{1_228_800 / characters:.1f}", loss, *effects]
+        figures.append(f"| {' | '.join(row)} |")
     page = (ROOT / "docs" / "data.md").read_text()
     check_figures(joined(page.partition("### Many epochs")[2].partition("###")[0]), figures)
 
