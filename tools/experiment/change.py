@@ -200,12 +200,23 @@ def check_changes(text: str, base: str, commit: str) -> None:
         elif Path(name).name == ATTRIBUTES_FILE:
             problem = "which decides the bytes that git writes for other files; leave it out"
         elif name.startswith(DATA_FOLDER) and name != ORDER_FILE:
-            problem = f"so its losses would mean something else; of {DATA_FOLDER} an idea may change only {ORDER_FILE}"
+            line = first_changed_line(base, commit, name)
+            where = f"in the line `{line:.80}`, " if line else ""
+            only = f"of {DATA_FOLDER} an idea may change only {ORDER_FILE}, the order and the lengths of samples"
+            problem = f"{where}so its losses would mean something else; {only}"
         elif name.endswith(".py") and not name.startswith("tests/") and name != ORDER_FILE:
             before, after = (seed_statements(source(one, name)) for one in (base, commit))
             problem = seed_problem(before, after, is_model=name.startswith("model/"))
         if problem:
             raise ConfigError(f"idea: {text!r} changes {name}, {problem}")
+
+
+def first_changed_line(base: str, commit: str, name: str) -> str:
+    """Return the first line that a commit adds to a file or removes from it, without indentation; "" if it has none."""
+    options = "--no-ext-diff", "--no-textconv", "--no-color", "--unified=0"
+    difference = git("--literal-pathspecs", "diff", *options, base, commit, "--", name)
+    lines = difference.partition("\n@@")[2].splitlines()
+    return next((text for line in lines if line[:1] in ("+", "-") and (text := line[1:].strip())), "")
 
 
 def seed_problem(before: Counter[str], after: Counter[str], is_model: bool) -> str:

@@ -183,8 +183,9 @@ def test_patches_are_merged_or_conflict(repository, tmp_path):
 @pytest.mark.parametrize(
     ("file", "line", "problem"),
     [
-        ("data/text.py", "x = 1", "its losses would mean something else"),
-        ('data/"odd"\n.py', "x = 1", "its losses would mean something else"),
+        ("data/text.py", "\n  x = 1\ny = 2", "in the line `x = 1`, so its losses would mean something else"),
+        ('data/"odd"\n.py', "x = 1", "in the line `x = 1`, so its losses would mean something else"),
+        ("data/:(top)x.bin", "\0", "x.bin, so its losses would mean something else"),
         ("data/sampler.py", "seed = 1", None),
         ("trainer/evaluation.py", "x = 1", None),
         ("model/gpt.py", "x = 1", None),
@@ -361,7 +362,7 @@ def test_data_file_moved_elsewhere_is_listed(repository):
     repository("add", ".")
     repository("commit", "--quiet", "--message", "x")
     repository("mv", "data/text.py", "text.py")
-    with pytest.raises(ConfigError, match="changes data/text.py, so its losses"):
+    with pytest.raises(ConfigError, match="changes data/text.py, in the line `x = 1`, so its losses"):
         parse_idea(".")
 
 
