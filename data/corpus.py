@@ -38,13 +38,15 @@ class Corpus:
 
     train: SampleDataset
     validation: SampleDataset | None
-    """None for source text without evaluations. The dataset may have three more attributes:
+    """None for source text without evaluations. The dataset may have more attributes:
 
     - `entropy_nats`: the negative log-probability of all targets under the distribution that generated them, which no
       model can beat on average.
     - `num_bytes`: the size of the text of the targets, for bits per byte.
     - `num_targets`: the number of targets that the other two attributes cover. An evaluation that counts another
       number, for example because a fork changes the labels, ignores those two.
+    - `draw_until`: a method that an evaluation calls before each batch, with the number of samples up to its end. It
+      may do a part of the work of these attributes, so that a signal need not wait for all of it.
     """
     tokenizer: Tokenizer | None
     """None for random tokens."""

@@ -63,6 +63,10 @@ def evaluate(
             model.train()
             raise Interrupted
 
+        num_read = min((first + num_processes) * micro_batch_size, len(validation))
+        if draw_until := getattr(validation, "draw_until", None):
+            draw_until(num_read)
+
         # A process without a batch runs the first batch again and discards the result, because all processes must run
         # a sharded model equally often.
         index = first + rank
@@ -87,7 +91,7 @@ def evaluate(
         rows.append(torch.zeros(len(values), dtype=sum_dtype(accelerator.device), device=accelerator.device))
         fill_slots(rows[-1], values if index < len(starts) else [])  # no synchronisation before the last batch
         if report:
-            report(min((first + num_processes) * micro_batch_size, len(validation)))
+            report(num_read)
     reshard(model)
     model.train()
 

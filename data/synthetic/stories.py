@@ -249,6 +249,7 @@ class StoriesDataset(Dataset):
             raise ConfigError(f"{problem}; set it to {min_seq_len}")
         self.split, self.num_stories, self.seed, self.seq_len = split, num_stories, seed, seq_len
         self.grammar, self.encode = generator.grammar, generator.token_cache.__getitem__
+        self._drawn: list[tuple[list[str], list[float]]] = []
 
     def __len__(self) -> int:
         return self.num_stories
@@ -289,10 +290,15 @@ class StoriesDataset(Dataset):
         """The UTF-8 bytes of these stories, without the end-of-text tokens."""
         return sum(len("".join(words).encode()) for words, _ in self._stories)
 
-    @functools.cached_property
+    @property
     def _stories(self) -> list[tuple[list[str], list[float]]]:
         """All stories, drawn once for the three sums above."""
-        return [self._draw(index) for index in range(self.num_stories)]
+        self.draw_until(self.num_stories)
+        return self._drawn
+
+    def draw_until(self, end: int) -> None:
+        """Draw the stories before `end` for these sums, so that not all are drawn at once."""
+        self._drawn += [self._draw(index) for index in range(len(self._drawn), end)]
 
     def _draw(self, index: int) -> tuple[list[str], list[float]]:
         index = range(self.num_stories)[index]

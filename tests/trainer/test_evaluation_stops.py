@@ -3,9 +3,16 @@
 import json
 
 import pytest
+from accelerate import Accelerator
 
+from data.corpus import load_corpus
+from data.synthetic.stories import StoriesDataset
+from model.config import GPTConfig
+from model.gpt import GPTModel
+from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES, assert_same_run, metrics, thinned, train
 from trainer.checkpoint.manifest import read_manifest, step_directory
+from trainer.evaluation import evaluate
 
 # Step 2 is evaluated but not saved, and step 4 is evaluated, saved and the last one, which also samples texts.
 WORDS = "--steps 4 --evaluation.every 2 --checkpoint.every 4 --evaluation.num_scored_generations 4 --exact true"
@@ -122,5 +129,24 @@ def test_stop_after_evaluates_first(runs, whole):
 
 
 def test_signal_after_last_step_ends_a_run_without_evaluations(runs):
-    none = ["--evaluation.every", 0, "--evaluation.num_scored_generations", 0, "--evaluation.num_logged_generations", 0]
-    train(*RECIPE, "run", "--out_dir", runs, *none, faults="stop:0:4", exit_code=0)
+    none = "--steps 4 --evaluation.every 0 --evaluation.num_scored_generations 0 --evaluation.num_logged_generations 0"
+    train(*TINY_STORIES, *none.split(), "--name", "run", "--out_dir", runs, faults="stop:0:4", exit_code=0)
+
+
+def test_stories_of_an_entropy_are_drawn_between_votes(monkeypatch):
+    """Behind the last vote, nothing is drawn but the stories of the last batch: an entropy of many takes long."""
+    corpus = load_corpus(TrainConfig.from_flat({"evaluation.every": 1, "evaluation.num_samples": 5}))
+    model = GPTModel(GPTConfig(vocab_size=corpus.vocab_size, n_layers=1, d_model=16, n_heads=2, d_ff=16))
+    drawn, draw = [], StoriesDataset._draw
+
+    def draw_and_note(self, index):
+        drawn.append(index)
+        return draw(self, index)
+
+    def vote():
+        drawn.clear()
+        return False
+
+    monkeypatch.setattr(StoriesDataset, "_draw", draw_and_note)
+    found = evaluate(model, corpus, 2, Accelerator(cpu=True), should_stop=vote)
+    assert "val/entropy" in found and {*drawn} == {4}
