@@ -21,9 +21,9 @@ def process_rank() -> int:
     return read_number("RANK", 0) if num_processes() > 1 else 0
 
 
-def read_number(variable: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+def read_number(variable: str, default: int, environment: Mapping[str, str] | None = None) -> int:
     """Return the number in an environment variable, or the default; raise ConfigError if it has no number."""
-    value = environment.get(variable, str(default))
+    value = (os.environ if environment is None else environment).get(variable, str(default))
     if not value.isdecimal():
         raise ConfigError(f"{variable}: {value!r} is not a number; unset it, or use accelerate launch or torchrun")
     return int(value)
