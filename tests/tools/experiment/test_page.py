@@ -69,13 +69,16 @@ IDEAS_ON_TEXT = {
 FIRST, TWELVE = "lab-cfd86100/races/7d7ebe7d.json", "lab-50df45da/races/0edc2322.json"
 FORTY, TEXT = "lab-9639d31f/races/2206672b.json", "lab-13234a74-flops/races/2bcd2759.json"
 RATES = "lab-81aa6a27/races/24060baa.json"
-TUNED = "text_lab-dab94a91/races/c8f8643d.json"
+# Forty ideas, and the eighteen of them that raced until Muon won; then it was confirmed.
+TUNED, WON = "text_lab-dab94a91/races/a160e681.json", "text_lab-dab94a91/races/c8f8643d.json"
 TUNED_IDEAS = {
     "Muon": MUON,
     "Muon with row equilibration": f"ideas/muon_row_equilibration.patch {MUON}",
     "bigram embeddings, 1.62 times the parameters": "benchmarks/known_effects/embedding_bigrams.patch "
     "--model.bigram_rows 1280",
     "SOAP": "docs/patches/optimizer_soap.patch --optimizer.name soap",
+    "Muon without momentum": "--optimizer.name muon --optimizer.lr 2e-2 --optimizer.betas [0.0,0.95]",
+    "tied embeddings": "--model.tie_embeddings true",
     "half the batch, twice the steps": "--global_batch_size 8 --micro_batch_size 8 --steps 3200 "
     "--schedule.warmup_steps 80",
     "residual of the input": "benchmarks/known_effects/residual_input.patch --model.input_gains true",
@@ -84,13 +87,33 @@ TUNED_IDEAS = {
     "sham": "--optimizer.weight_decay 0.1001",
     "ReLU²": "--model.mlp relu2",
     "weight decay that falls to 0": "docs/patches/schedule_momentum.patch --schedule.final_weight_decay 0",
+    "biases": "--model.bias true",
     "QK-norm": QK_NORM,
+    "cosine to a tenth": "--schedule.name cosine --schedule.min_lr_ratio 0.1",
     "momentum warm-up": "docs/patches/schedule_momentum.patch --schedule.momentum_warmup_steps 160",
     "soft-capping": "--model.logit_softcap 15",
+    "four experts, 2.50 times the parameters": "docs/patches/mlp_experts.patch --model.n_experts 4",
     "cautious weight decay": "benchmarks/known_effects/decay_cautious.patch --optimizer.name cautious",
+    "one key-value head": "--model.n_kv_heads 1",
+    "z-loss": "docs/patches/loss_z.patch --model.z_loss 1e-4",
+    "two heads instead of four": "--model.n_heads 2",
+    "betas 0.9 and 0.99": "--optimizer.betas [0.9,0.99]",
     "SwiGLU": SWIGLU,
     "value residual": "benchmarks/known_effects/value_residual.patch --model.value_residual true",
     "zero-initialised projections": "--model.zero_init true",
+    "Lion": "docs/patches/optimizer_lion.patch --optimizer.name lion --optimizer.lr 1e-3",
+    "LayerNorm": "--model.norm layernorm",
+    "GEGLU": "benchmarks/known_effects/mlp_geglu.patch --model.mlp geglu --model.d_ff 171",
+    "one layer, wider": "--model.n_layers 1 --model.d_model 88 --model.d_ff 352",
+    "inverse square root schedule": "docs/patches/schedule_inverse_sqrt.patch --schedule.name inverse_sqrt",
+    "constant learning rate": "--schedule.name constant",
+    "parallel blocks": "docs/patches/block_parallel.patch --model.parallel true",
+    "dropout 0.1": "--model.dropout 0.1",
+    "no warm-up": "--schedule.warmup_steps 0",
+    "ALiBi": "docs/patches/position_alibi.patch --model.position alibi",
+    "learned positions": "--model.position learned",
+    "no positions": "benchmarks/known_effects/position_none.patch --model.position none",
+    "LoRA of the attention, rank 8": "docs/patches/attention_lora.patch --model.lora_rank 8",
 }
 # Digests of the variants of this race with twice the parameters; the folder `configs` has their settings.
 TWICE_AS_LARGE = {"baseline": "aafb966d", MUON: "7c838182"}
@@ -102,7 +125,7 @@ LARGE = {"baseline": "45c82694", MUON: "59baf236", BOTH: "acfa8c51", QK_NORM: "6
 def races():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "draw", lambda *_: None)  # no pictures beside the raw rows
-        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT, RATES, TUNED)}
+        return {name: report.describe_race(RAW / name) for name in (FIRST, TWELVE, FORTY, TEXT, RATES, TUNED, WON)}
 
 
 def test_figures_of_how_to_and_readme(races):
@@ -114,23 +137,25 @@ def test_figures_of_how_to_and_readme(races):
         assert any(joined(row).startswith(joined(line)) for row in printed.splitlines()), line
 
     race = races[TUNED]
-    [half], muon = race["rounds"][0]["ideas"], race["rounds"][1]["ideas"][0]
+    [half], (muon, *others) = (entry["ideas"] for entry in race["rounds"])
+    row_equilibration = next(idea for idea in others if idea["arm_of"] == TUNED_IDEAS["Muon with row equilibration"])
     figures = [
         f"{race['runs']} runs in {hours(race)} CPU hours",
         f"half its learning rate is `{half['verdict']}`, {show(half)}",
         f"{muon['verdict']} after four runs",
         f"{losses(muon, race)}, {show(muon)}",
+        show(row_equilibration),
         *confirmed_figures()[:2],
-        report.reach_lines(muon)[0].strip().partition(";")[0],
+        report.reach_lines(races[WON]["rounds"][1]["ideas"][0])[0].strip().partition(";")[0],
     ]
     assert muon["runs"] == 4
     check_figures(joined(PAGE.partition("## An example")[2]), figures)
     assert f"{race['runs']} runs with {hours(race)} CPU hours" in joined(README) and show(muon) in joined(README)
     at_twice_the_size = confirmed_figures()[1].split()[0]
-    assert f"shrinks](docs/experiments.md#an-example-eighteen-ideas-on-text) to {at_twice_the_size}." in README
+    assert f"shrinks](docs/experiments.md#an-example-forty-ideas-on-text) to {at_twice_the_size}." in README
 
 
-def test_figures_of_eighteen_ideas(races):
+def test_figures_of_forty_ideas_on_text(races):
     race = races[TUNED]
     ideas = race["rounds"][1]["ideas"]
     best = {idea["arm_of"]: idea for idea in reversed(ideas)}
@@ -150,7 +175,7 @@ def confirmed_figures():
     """Compare the runs of the confirmation of Muon again, and return its figures."""
     folder = (RAW / TUNED).parents[1]
     [file] = (folder / "confirmations").glob("*.json")
-    stored, record, results = json.loads(file.read_text()), Record.read(RAW / TUNED), read_results(folder)
+    stored, record, results = json.loads(file.read_text()), Record.read(RAW / WON), read_results(folder)
     ideas = record.rounds[1]
     digests = {1.0: {"baseline": ideas.baseline["digest"], MUON: ideas.ideas[ideas.winner]["digest"]}}
     digests[2.0] = TWICE_AS_LARGE
