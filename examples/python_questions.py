@@ -3,9 +3,9 @@
 The answers are the first paragraphs of docstrings, which are parsed and not imported, and of the topics of `help()`.
 """
 
+import argparse
 import ast
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,8 +27,11 @@ def find_answers() -> Iterator[tuple[str, str]]:
                 yield f"What does the {kind} {node.name} of {module} do?", ast.get_docstring(node) or ""
 
 
-def main(file: str) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write a line of JSON for each question that has an answer, for questions of the same name the first."""
+    parser = argparse.ArgumentParser("python -m examples.python_questions")
+    parser.add_argument("file", help="the file to write, a conversation on each line")
+    file = parser.parse_args(arguments).file
     answers: dict[str, str] = {}
     for question, text in find_answers():
         if answer := " ".join(text.partition("\n\n")[0].split()):
@@ -40,4 +43,4 @@ def main(file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

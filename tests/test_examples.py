@@ -593,7 +593,11 @@ def test_python_questions_are_answered_by_docstrings(tmp_path, monkeypatch):
     """As pydoc finds them, by importing the modules."""
     files = [inspect.getsourcefile(module) for module in (json, threading)]
     monkeypatch.setattr(python_questions, "find_library_files", lambda: files)
-    python_questions.main(str(tmp_path / "questions.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        python_questions.main(["--help"])
+    assert not [*tmp_path.glob("*help*")], "it is no name of a file"
+    python_questions.main(["questions.jsonl"])
     rows = [json.loads(line)["messages"] for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
     assert all([message["role"] for message in row] == ["user", "assistant"] for row in rows)
     answers = {question["content"]: answer["content"] for question, answer in rows}
