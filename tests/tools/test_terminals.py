@@ -65,6 +65,7 @@ def test_full_stdout_fails_compare(finished):
 def test_texts_of_other_programs_fit_the_terminal(module, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", [module, "--help"])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # another test may have imported it
     with suppress(SystemExit):
         runpy.run_module(module, run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
