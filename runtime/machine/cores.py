@@ -1,4 +1,4 @@
-"""CPU cores of this process: their number, and low priority for background threads. Does not import torch."""
+"""CPU cores of this process: their number and load, and low priority for background threads. Does not import torch."""
 
 import math
 import os
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+MAX_LOAD = 1.5  # of a core, averaged over a minute; the program that ran before this one may have left 1
 OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -23,6 +24,14 @@ def available_cores() -> int:
     with suppress(OSError, ValueError, subprocess.CalledProcessError):  # Intel Macs have no such number
         return int(subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True))
     return os.cpu_count() or 1
+
+
+def describe_load() -> str:
+    """Return such as "the load is 10.5 on 4 cores" if other programs keep the cores busy; otherwise ""."""
+    load, cores = 0.0, os.cpu_count() or 1
+    with suppress(OSError):  # some containers do not tell it
+        load = os.getloadavg()[0]
+    return f"the load is {load:.1f} on {cores} cores" if load > MAX_LOAD * cores else ""
 
 
 def _cpu_quotas() -> Iterator[float]:

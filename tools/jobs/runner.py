@@ -26,7 +26,7 @@ from tqdm import tqdm
 from runtime.config.errors import RunError, error_kind
 from runtime.distributed.signals import signals_to_catch
 from runtime.files import open_no_link
-from runtime.machine.cores import available_cores
+from runtime.machine.cores import available_cores, describe_load
 from trainer.checkpoint.identity import code_hash
 from trainer.run.directory import LOCK_FILE, Run, Status
 
@@ -162,6 +162,8 @@ class JobRunner:
         self._num_sharing_cores = self.max_running
         for number in signals_to_catch():
             signal.signal(number, self._receive)
+        if self.max_running > 1 and not self.gpus and sys.stderr.isatty() and (load := describe_load()):
+            print(f"{load}, so {self.max_running} runs at once are slow; --jobs 1 trains one", file=sys.stderr)
 
     def train(self, jobs: Iterable[Job], until_failure: bool = True) -> bool:
         """Train all runs that are not finished, started in this order; return False if the deadline came before.

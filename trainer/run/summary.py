@@ -1,7 +1,5 @@
 """The summary that a run prints at its start: device, precision, batch, model, data and checkpoint."""
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,12 +11,11 @@ from model.attention import HAS_TRITON
 from model.gpt import GPTModel
 from runtime.config.schema import TrainConfig
 from runtime.distributed.launch import num_shards
+from runtime.machine.cores import describe_load
 from trainer.cuda_graph import GraphChoice
 from trainer.gradients import trainable_parameters
 from trainer.prepare_model import missing_compiler
 from trainer.run.resume import StartingPoint
-
-MAX_LOAD = 1.5  # of a core, averaged over a minute; the program that ran before this one may have left 1
 
 
 def format_batch(config: TrainConfig, unit: int = 1) -> str:
@@ -43,12 +40,9 @@ def describe_threads() -> str:
     The threads of an operation spin while they wait for each other, so where other programs have the cores, several
     threads are slower than one.
     """
-    threads, load, cores = torch.get_num_threads(), 0.0, os.cpu_count() or 1
-    with suppress(OSError):  # some containers do not tell it
-        load = os.getloadavg()[0]
-    is_busy = threads > 1 and load > MAX_LOAD * cores
-    hint = f" (the load is {load:.1f} on {cores} cores: OMP_NUM_THREADS=1 may be several times faster)"
-    return f"{threads} thread(s) each{hint if is_busy else ''}"
+    threads, load = torch.get_num_threads(), describe_load()
+    hint = f" ({load}: OMP_NUM_THREADS=1 may be several times faster)" if threads > 1 and load else ""
+    return f"{threads} thread(s) each{hint}"
 
 
 def summary(

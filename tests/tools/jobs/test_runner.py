@@ -394,3 +394,17 @@ def test_visible_gpus_reads_the_environment(monkeypatch):
     assert runner.visible_gpus() == ["1", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert runner.visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("load", "terminal", "jobs", "said"),
+    [(9.5, True, 2, True), (9.5, True, 1, False), (9.5, False, 2, False), (5.9, True, 2, False)],
+)
+def test_busy_machine_is_named_on_a_terminal(load, terminal, jobs, said, monkeypatch, capsys):
+    """In a log, the summary of each run names it."""
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    JobRunner(jobs)
+    line = f"the load is {load} on 4 cores, so {jobs} runs at once are slow; --jobs 1 trains one\n"
+    assert capsys.readouterr().err == (line if said else "")
