@@ -339,10 +339,15 @@ def find_compression(file: str) -> str | None:
     Raises:
         ValueError: the file has a format that is not text.
     """
-    with open(file, "rb") as stream:
-        start = stream.read(16)
+    start = read_start(file)
     check_is_text(start)
     return find_format(start, COMPRESSIONS)
+
+
+def read_start(file: str) -> bytes:
+    """Return the first 16 bytes of a file, which tell its format."""
+    with open(file, "rb") as stream:
+        return stream.read(16)
 
 
 def find_format(start: bytes, formats: dict[bytes, str]) -> str | None:
@@ -358,8 +363,7 @@ def check_is_text(start: bytes, formats: dict[bytes, str] = NOT_TEXT) -> None:
 
 def check_is_parquet(file: str) -> None:
     """Raise ValueError if the first bytes of a file are not those of Parquet."""
-    with open(file, "rb") as stream:
-        start = stream.read(16)
+    start = read_start(file)
     if start.startswith(b"PAR1"):
         return
     kind = find_format(start, COMPRESSIONS)
