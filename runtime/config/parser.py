@@ -98,7 +98,7 @@ def parse_config(
         program: the name of the program in `--help`.
         purpose: a sentence about the program in `--help`.
         notify: called with a line for each config file of which settings were left out, because others made them
-            useless.
+            useless, or whose micro-batches were made smaller for so many processes.
 
     Raises:
         ConfigError: all wrong values together or, if there are none, all settings that contradict each other or have no
@@ -135,6 +135,13 @@ def parse_config(
     config = given.validate_used()
     for source, settings in given.left_out.items():
         notify(f"{source}left out, because it has no effect: {', '.join(settings)}")
+    source, smaller = given.sources.get("micro_batch_size"), config.micro_batch_size_for(num_processes)
+    is_for_fewer = config.micro_batch_size_for(1) == config.micro_batch_size != smaller
+    # With `exact`, the runs on all numbers of processes must have equal micro-batches.
+    if source and is_for_fewer and smaller is not None and not config.exact:
+        reason = f"{num_processes} processes share global_batch_size: {config.global_batch_size}"
+        notify(f"{source}micro_batch_size: {smaller} instead of {config.micro_batch_size}, because {reason}")
+        config = config.replace(micro_batch_size=smaller)
     named = config if config.name is not None else config.replace(name=Path(files[-1]).stem)
     has_model = config.init_from is None
     unused = [

@@ -289,7 +289,8 @@ class TrainConfig(Settings):
     global_batch_size / (micro_batch_size * processes). null: micro_batch_size * processes when the run first starts."""
 
     micro_batch_size: PositiveInt = 8
-    """Sequences in one forward and backward pass of a process."""
+    """Sequences in one forward and backward pass of a process. That of a config file is an upper bound: where more
+    processes share the global batch, it is as large as fits (not with `exact`)."""
 
     seq_len: Annotated[int, Ge(2), Lt(2**63)] = 128
     """Sequence length in tokens."""

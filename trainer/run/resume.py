@@ -139,6 +139,8 @@ def check_resume(run: Run, config: TrainConfig, manifest: Manifest | None) -> No
         can_branch = not any(is_fixed_in_branch(name) or name in ("branch_from", "init_hash") for name in different)
         if can_branch and (newest := next(iter(run.manifests().items()), None)) and newest[1].step < config.steps:
             remedy = f"to continue with these settings, branch: --name NEW --branch_from {newest[0]}; or {remedy}"
+        if different.keys() == {"micro_batch_size"}:  # it may follow from another number of processes
+            remedy = f"to resume, give --micro_batch_size {stored['micro_batch_size']}; {remedy}"
         lines = "\n  ".join(different.values())
         raise OtherRunError(
             f"{run.path} has a run with other settings, which resuming would change:\n  {lines}\n{remedy}"

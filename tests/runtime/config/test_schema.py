@@ -305,27 +305,47 @@ def test_command_line_takes_whole_sections():
 
 
 def test_batch_must_be_divisible_by_processes():
-    message = refusal("--global_batch_size", "24", num_processes=2)
+    message = refusal("--global_batch_size", "24", "--micro_batch_size", "8", num_processes=2)
     assert "16 or 32" in message and "numbers of processes that can split it: 1, 3" in message
     assert "; or set micro_batch_size to 4" in message
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24"], num_processes=3).global_batch_size == 24
     assert parse_config([*RANDOM_TOKENS, "--global_batch_size", "24", "--micro_batch_size", "4"], num_processes=2)
 
 
-@pytest.mark.parametrize("recipe", ["stories", "stories_fast", "lab"])
-def test_refusal_of_eight_processes_names_micro_batch_size_that_works(recipe):
-    """As on a machine with eight GPUs, with a recipe for fewer processes."""
-    words = ["--config", str(ROOT / "configs" / f"{recipe}.yaml")]
-    with pytest.raises(ConfigError) as error:
-        parse_config(words, num_processes=8)
-    found = re.search(r"; or set micro_batch_size to (\d+)", str(error.value))
-    assert parse_config([*words, "--micro_batch_size", found[1]], num_processes=8)
+@pytest.mark.parametrize(
+    ("recipe", "micro_batch_size", "with_eight"),
+    [("stories", 8, 2), ("lab", 16, 2), ("text", 16, 2), ("gpt2_124m", 32, 32), ("random_tokens", 8, 8)],
+)
+def test_recipe_for_fewer_processes_has_smaller_micro_batches(recipe, micro_batch_size, with_eight):
+    """As in the first command of the README on a machine with eight GPUs."""
+    file, notices = str(ROOT / "configs" / f"{recipe}.yaml"), []
+    words = ["--config", file, *(["--data.path", "corpus"] if recipe in ("text", "gpt2_124m") else [])]
+    alone, config = (parse_config(words, n, notify=notices.append) for n in (1, 8))
+    assert (alone.micro_batch_size, config.micro_batch_size) == (micro_batch_size, with_eight)
+    assert config.replace(micro_batch_size=micro_batch_size) == alone, "nothing else changes"
+    reason = f"instead of {micro_batch_size}, because 8 processes share global_batch_size: 16"
+    lines = [f"{file}: micro_batch_size: {with_eight} {reason}"] if with_eight < micro_batch_size else []
+    assert notices == lines
+
+
+def test_other_micro_batches_are_not_made_smaller():
+    """Those that the user gave, that do not fit one process either, or whose number decides the bits of the run."""
+    stories = ["--config", str(ROOT / "configs" / "stories.yaml")]
+    for words, processes in (
+        (["--micro_batch_size", "8"], 8),
+        (["--exact", "true"], 8),
+        (["--global_batch_size", "12"], 1),
+        ([], 3),
+    ):
+        with pytest.raises(ConfigError, match="is not a multiple of micro_batch_size"):
+            parse_config([*stories, *words], num_processes=processes)
 
 
 def test_refusal_names_micro_batch_size_for_both_batches():
     """The batch of the warm-up, 4, needs a smaller micro-batch than the global batch."""
     words = "--global_batch_size 24 --schedule.batch_warmup_from 4 --schedule.batch_warmup_steps 2".split()
-    assert re.findall(r"micro_batch_size to (\d+)", refusal(*words, num_processes=2)) == ["2", "2"]
+    given = [*words, "--micro_batch_size", "8"]
+    assert re.findall(r"micro_batch_size to (\d+)", refusal(*given, num_processes=2)) == ["2", "2"]
     assert parse_config([*RANDOM_TOKENS, *words, "--micro_batch_size", "2"], num_processes=2)
 
 

@@ -169,6 +169,12 @@ def test_resume_refuses_other_batches_of_completed_steps(curriculum, tmp_path, m
     resume.check_resume(Run(tmp_path), config, checkpoint_of(settings, 4))
 
 
+def test_refused_resume_on_other_processes_names_micro_batch_size(tmp_path):
+    settings, config = stored()
+    with pytest.raises(ConfigError, match=f"to resume, give --micro_batch_size {config.micro_batch_size}; "):
+        resume.check_resume(Run(tmp_path), config.replace(micro_batch_size=1), checkpoint_of(settings, 4))
+
+
 def test_data_path_may_change_with_equal_hash():
     settings, config = stored(data__path="a.csv")
     config = config.replace(**{"data.path": "b.csv"})
