@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -98,7 +99,7 @@ class BatchSizes:
         """
         return self.sequences_before(step) * seq_len
 
-    def steps_for(self, num_sequences: float) -> int:
+    def steps_for(self, num_sequences: Fraction) -> int:
         """Return the number of steps, from the first on, that read at least `num_sequences` sequences."""
         most = range(1, math.ceil(num_sequences / self.first_size) + 1)  # no batch is smaller than the first
         return 1 + bisect_left(most, num_sequences, key=self.sequences_before)

@@ -6,9 +6,6 @@ python -m examples.grpo_stories exports/stories exports/red --updates 40. TRL is
 import argparse
 import re
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
-
 from data.synthetic.stories import STORIES
 
 
@@ -28,6 +25,12 @@ def main() -> None:
     parser.add_argument("out", help="folder to write; sample.py and evaluate.py read it")
     parser.add_argument("--updates", type=int, default=40)
     options = parser.parse_args()
+    try:
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        parser.error(f"{error}; pip install trl")
+    from datasets import Dataset
+
     batch = dict(per_device_train_batch_size=64, num_generations=16, max_completion_length=96)
     rates = dict(learning_rate=3e-4, lr_scheduler_type="constant", reward_weights=[1.0, 0.0])
     files = dict(output_dir=options.out, save_strategy="no", report_to="none", logging_steps=1)

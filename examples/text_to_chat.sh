@@ -4,6 +4,7 @@
 # A model learns to write from the modules of Python's library, then to answer from their docstrings. Everything is written
 # into FOLDER (text_to_chat). If it is interrupted, run it again: it continues where it was. STEPS=3000 makes the first
 # training ten times as long, and the second one too, which has half as many steps; name another FOLDER for it.
+# STEPS is at least 30.
 set -euo pipefail
 folder=${1:-text_to_chat}
 steps=${STEPS:-300}

@@ -81,6 +81,9 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="a text file, or a corpus of data.prepare; default: of the case")
     parser.add_argument("--quick", action="store_true", help="measure the first groups in miniature, and only print")
     options = parser.parse_args()
+    for name, script in (("nanogpt", "train.py"), ("nanochat", "scripts/base_train.py")):
+        if (checkout := getattr(options, name)) and not (checkout / script).is_file():
+            parser.error(f"argument --{name}: {checkout} has no {script}; give a checkout")
     if not options.quick and not torch.cuda.is_available() and (on_gpu := ON_GPU & {*options.cases}):
         parser.error(f"no GPU was found for {', '.join(sorted(on_gpu))}; --quick tests a case on a CPU")
     results: dict[str, tables.Figures] = {}

@@ -1,9 +1,10 @@
 """Resolve a config: fill in its null settings, and load its data and the models that it names."""
 
 from contextlib import suppress
+from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.corpus import Corpus, load_corpus
 from data.sampler import BatchSizes
@@ -47,13 +48,15 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     """
     # The run that is resumed, else the checkpoint of a branch, decides what the data are.
     stored = resumed_settings(run, config) if run else None
+    parent = None  # the settings of the checkpoint of a new branch
     if stored is not None:
         names = ("data.seed", "global_batch_size", "branch_from")
         config = config.replace(**{name: stored[name] for name in names if attrgetter(name)(config) is None})
-    elif run and config.branch_from and config.data.seed is None:
+    elif run and config.branch_from:
         with suppress(ConfigError, InvalidCheckpoint):  # reported when the run is opened
             parent = complete_settings(read_manifest(Path(config.branch_from)).config)
-            config = config.replace(**{"data.seed": parent["data.seed"]})
+            if config.data.seed is None:
+                config = config.replace(**{"data.seed": parent["data.seed"]})
 
     # The initial model, which decides what the network is. A run that has a checkpoint does not need it any more: it
     # may have been trained further, or deleted, since the run started.
@@ -73,7 +76,7 @@ def resolve(config: TrainConfig, run: Run | None = None) -> Resolved:
     config = corpus.fill_in(config)
     batch_size = config.global_batch_size or config.micro_batch_size * num_processes()
     config = config.replace(**{"global_batch_size": batch_size, "data.seed": config.data.seed or 0})
-    config = with_steps(config, len(corpus.train))
+    config = with_steps(config, len(corpus.train), parent)
     check_consistent(config)  # again, with the settings that are now filled in
     check_generations(config, corpus)
     config, teacher = load_teacher(config, corpus) if config.teacher.path is not None else (config, None)
@@ -97,12 +100,30 @@ def check_generations(config: TrainConfig, corpus: Corpus) -> None:
             raise ConfigError(f"{problem}; leave it out")
 
 
-def with_steps(config: TrainConfig, num_samples: int) -> TrainConfig:
-    """Convert `epochs` or `tokens` to steps, for a training set of `num_samples` sequences."""
+def with_steps(config: TrainConfig, num_samples: int, parent: dict[str, Any] | None) -> TrainConfig:
+    """Convert `epochs` or `tokens` to steps, for a training set of `num_samples` sequences.
+
+    Raise ConfigError if the steps contradict another setting, or if a new branch has other batches than its `parent`,
+    because then the steps so far are another part of the length.
+    """
     if config.has_steps:
         return config
-    sequences = config.tokens / config.seq_len if config.tokens is not None else (config.epochs or 0) * num_samples
-    return config.replace(steps=BatchSizes.from_config(config).steps_for(sequences), epochs=None, tokens=None)
+    name, value = ("epochs", config.epochs) if config.epochs is not None else ("tokens", config.tokens)
+    batches = ("global_batch_size", "seq_len", "schedule.batch_warmup_from", "schedule.batch_warmup_steps")
+    different = [name for name in batches if parent and attrgetter(name)(config) != parent[name]]
+    if different:
+        problem = (
+            f"{name}: {value:g} includes those of {config.branch_from}, which has another {' and '.join(different)}"
+        )
+        raise ConfigError(f"{problem}; give steps")
+
+    # The decimal number that was given, because 55 sequences * 2.2 are 121.00000000000001 as binary floats.
+    sequences = Fraction(str(value)) * (num_samples if name == "epochs" else Fraction(1, config.seq_len))
+    steps = BatchSizes.from_config(config).steps_for(sequences)
+    config = config.replace(steps=steps, epochs=None, tokens=None)
+    if problems := config.problems(num_processes()):
+        raise ConfigError("\n".join([*problems, f"{name}: {value:g} are {steps} steps here"]))
+    return config
 
 
 def resolve_initial_model(config: TrainConfig) -> tuple[TrainConfig, LoadedModel]:

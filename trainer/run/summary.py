@@ -82,7 +82,7 @@ def summary(
     chunk_rows = model.next_token_loss.chunk_rows(num_rows, len(model.output_weight), device.type)
     logits = f"logits of {num_rows:,} positions at once"
     accumulation = format_batch(config, config.micro_batch_size * accelerator.num_processes)
-    num_epochs = BatchSizes.from_config(config).sequences_before(config.steps) / len(corpus.train)
+    num_epochs = total_tokens / config.seq_len / len(corpus.train)
     parameters = f"{model.num_parameters():,} parameters"
     if frozen := model.num_parameters() - sum(parameter.numel() for parameter in trainable_parameters(model)):
         parameters += f", {frozen:,} of them frozen"

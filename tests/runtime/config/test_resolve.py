@@ -11,7 +11,7 @@ from runtime.config.parser import parse_config
 from runtime.config.paths import expand_user_path
 from runtime.config.schema import TrainConfig
 from tests.conftest import TINY_STORIES
-from trainer.run.resolve import resolve
+from trainer.run.resolve import resolve, with_steps
 from trainer.run.resume import with_stored_model
 
 
@@ -74,8 +74,16 @@ def test_length_in_epochs_or_tokens_becomes_steps(length, unit, wanted, warm_up)
 def test_schedule_is_checked_against_the_steps_of_the_epochs():
     words = [*map(str, TINY_STORIES), "--epochs", "1", "--schedule.warmup_steps"]
     parse_config([*words, "5000"])  # the corpus is not loaded yet
-    with pytest.raises(ConfigError, match="schedule.warmup_steps: 5000: more than steps: 4"):
+    with pytest.raises(ConfigError, match="schedule.warmup_steps: 5000: more than steps: 4") as error:
         resolve(parse_config([*words, "5000"]))
+    assert str(error.value).endswith("\nepochs: 1 are 4 steps here"), "the user gave no steps"
+
+
+def test_decimal_number_of_epochs_is_exact():
+    """55 * 2.2 is 121.00000000000001 as a float, which would need a twelfth batch of 11."""
+    words = "--global_batch_size 11 --micro_batch_size 11 --schedule.warmup_steps 1 --epochs"
+    config = parse_config([*map(str, TINY_STORIES), *words.split(), "2.2"])
+    assert [with_steps(config, samples, None).steps for samples in (55, 56)] == [11, 12]
 
 
 def test_resolve_keeps_given_settings():

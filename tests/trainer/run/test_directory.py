@@ -276,6 +276,17 @@ def test_unchanged_resume_compares_no_learning_rates(tmp_path, monkeypatch):
     resume.check_resume(Run(tmp_path), config, checkpoint_of(config.model_dump(mode="json"), 2**39))
 
 
+@pytest.mark.parametrize("length", [("--epochs", 3), ("--tokens", 300)])
+def test_branch_of_other_batches_refuses_length_in_other_unit(run, length):
+    """The steps of the parent are another part of the epochs than as many steps of the branch."""
+    begin = run / "checkpoints" / "step-00000004"
+    words = [*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, *length]
+    done = train(*words, "--global_batch_size", 8, exit_code=2)
+    problem = f"{length[0][2:]}: {length[1]} includes those of {begin}, which has another global_batch_size; give steps"
+    assert problem in done.stderr and not run.with_name("new").exists()
+    train(*words)
+
+
 def test_branch_refuses_zero_remaining_steps(run):
     begin = run / "checkpoints" / "step-00000004"
     done = train(*RECIPE, "--out_dir", run.parent, "--name", "new", "--branch_from", begin, "--steps", 4, exit_code=2)
