@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -67,9 +68,18 @@ def read_user_text(setting: str, path: Path) -> str:
         raise ConfigError(f"{setting}: {str(path)!r} is not a text in UTF-8: {error}; save it as UTF-8") from None
 
 
+def open_regular(path: str | Path, flags: int) -> int:
+    """Open a file, as `opener` of `open`; raise OSError if it is none, such as a pipe, which would block."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "It is no regular file")
+    return descriptor
+
+
 def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file, as `opener` of `open`; raise OSError if it is a link, which may lead out of a stranger's folder."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """Do the same; raise OSError also if it is a link, which may lead out of a stranger's folder."""
+    return open_regular(path, flags | os.O_NOFOLLOW)
 
 
 def write_once(path: Path, content: bytes) -> Path:

@@ -11,7 +11,7 @@ loss hard to fake:
 2. Tokens go in and labels stay here. The loss and the test of causality use log-probabilities: in half of the
    sequences everything behind a random position is replaced, and nothing before it may change.
 3. Scoring changes nothing and does not depend on order: all sequences are scored twice, in two processes, in different
-   orders and batches.
+   orders and batches. These processes are those of one run, if its code is not that of the baseline.
 4. A run reads the sequences of its batches, and the validation set as often as it evaluates: the baseline's `data/` is
    in every variant, and what its data sets return is recorded there, for whatever purpose it is read.
 5. The checkpoint is the one whose hash was noted when the run ended.
@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from multiprocessing import Pipe
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +272,7 @@ def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, Data]) -> Iterator[dict[str, Any]]:
-    """Yield the answer to each request of one code, whose model runs in one process for each of the evaluations."""
+    """Yield the answer to each request of one code; a process for each of the evaluations computes all of them."""
     from runtime.config.parser import parse_config
 
     models: list[Model | None] = [None, None]
@@ -325,7 +324,12 @@ def main() -> None:
     answers = answer_stream()
     lines = [line.partition(" ") for line in sys.stdin]
     numbers = iter([number for number, _, _ in lines])
-    for code, requests in groupby([json.loads(request) for _, _, request in lines], key=itemgetter("code")):
+
+    def processes(request: dict[str, Any]) -> tuple[str, str]:
+        # Code that nobody has read could keep the weights of one run for the next, and average them.
+        return request["code"], "" if request["code"] == sys.argv[1] else request["run"]
+
+    for (code, _), requests in groupby([json.loads(request) for _, _, request in lines], key=processes):
         for answer in evaluate_code(code, list(requests), loaded):
             print(next(numbers), json.dumps(answer), file=answers, flush=True)
 

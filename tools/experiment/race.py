@@ -64,7 +64,12 @@ def run_with_json(config: Any, run: Callable[[Any, Recipe, JobRunner], list[str]
         jobs.threads = 1  # runs with more threads than free cores take several times as long
     with report.errors_as_json(config), Checkouts() as checkouts:
         recipe = Recipe(
-            head_commit(), config.common, Launch.parse(config.launch), checkouts, is_stopped=lambda: bool(jobs.signal)
+            head_commit(),
+            config.common,
+            Launch.parse(config.launch),
+            checkouts,
+            is_stopped=lambda: bool(jobs.signal),
+            experiments=expand_user_path("folder", config.folder),
         )
         print("\n".join(run(config, recipe, jobs)))
 
@@ -211,7 +216,10 @@ class Race:
         self.has_changed |= refused != self.record.refused
         self.record.refused = refused
         for arm in arms:
-            self.record.ideas.setdefault(arm.key, arm)
+            known = self.record.ideas.setdefault(arm.key, arm)
+            if arm.why and arm.why != known.why:  # it was written after the idea began to race
+                self.record.ideas[arm.key] = replace(known, why=arm.why)
+                self.has_changed = True
         self.present = {arm.key for arm in arms}
         self.withdraw()
         rounds = self.record.rounds

@@ -7,6 +7,7 @@ import hmac
 import json
 import math
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
-from runtime.config.errors import RunError
+from runtime.config.errors import ConfigError, RunError
 from runtime.files import open_no_link, sha256
 from runtime.json_objects import from_json, parse_object
 from tools.experiment.change import ROOT, check_checkout
@@ -122,6 +123,8 @@ class Runs:
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
         self._counted: dict[str, dict[str, int]] = {}
         """What was counted of runs that are not evaluated yet, by name."""
+        self._newest: dict[str, dict[str, Any]] = {}
+        """Their last metrics."""
         self._seconds_per_flop: list[float] = []
         """Of the same runs as `elapsed`."""
         self._started: dict[Job, float] = {}
@@ -261,7 +264,9 @@ class Runs:
                 for job in self.jobs.stream(jobs(), progress=self._print_progress):
                     if self._has_ended(job):
                         try:
+                            check_files(job.run)
                             self._counted[job.run.path.name] = count_work(job.run)
+                            self._newest[job.run.path.name] = job.run.newest_metrics()
                             ended.append((job, self.request(job)))
                         except Exception as error:  # whatever the code of a run has left there
                             self._keep([self._spent(job, failure=f"its files cannot be read: {describe_error(error)}")])
@@ -396,7 +401,7 @@ class Runs:
         for job in pending:
             if not job.is_finished():
                 variant, seed = self.pending[job.run.path.name]
-                step = f"step {job.run.newest_metrics()['step']} / {job.steps}"
+                step = f"step {newest_step(job.run)} / {job.steps}"
                 held = f", another process holds {job.run.path / LOCK_FILE}" if job in self.jobs.waiting else ""
                 parts.append(f"{self.label(variant, seed)}: {step}{held}")
         parts += [f"{num_finished} to evaluate"] if num_finished else []
@@ -426,7 +431,7 @@ class Runs:
             is_of_baseline = job.run.path.name.startswith(f"{self.baseline.digest}-")
             if is_of_baseline and answer["problem"].startswith(NOT_EVALUATED):
                 raise RunError(f"the baseline {answer['problem'].removeprefix('it ')}")
-            newest = job.run.newest_metrics()
+            newest = self._newest.pop(job.run.path.name)
             digest = newest.get("state/digest")
             facts: dict[str, Any] = {"digest": digest if isinstance(digest, str) else None}
             loss, excess = answer["loss"], answer["excess_loss"]
@@ -546,6 +551,24 @@ def delivered_files(run: Run) -> list[Path]:
     """Return the records of what was delivered to the processes of a run."""
     file = delivered_file(run)
     return sorted(file.parent.glob(f"{file.name}.*"))
+
+
+def newest_step(run: Run) -> int | str:
+    """Return the step of the newest metrics of a run that trains; "?" if its code has made them unreadable."""
+    try:
+        return run.newest_metrics()["step"]
+    except ConfigError:
+        return "?"
+
+
+def check_files(run: Run) -> None:
+    """Raise RunError if the code of a run has left something in its folder that is neither a file nor a folder.
+
+    To read a pipe would block, and a link may lead out of the folder.
+    """
+    for path in (*run.path.iterdir(), *run.checkpoints.rglob("*")):
+        if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+            raise RunError(f"{path.relative_to(run.path)} is no regular file")
 
 
 def count_work(run: Run) -> dict[str, int]:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,15 @@ def wait_for(child: int) -> int:
             return code if code >= 0 else SIGNAL_BASE - code
 
 
+def end_others() -> None:
+    """Kill all other processes of the PID namespace, of which this is the first one; their CPU time becomes its own."""
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
 def fork_and_wait(ignored: Iterable[int]) -> int | None:
     """Return None in a child process, and its exit code in this one, which leaves these signals to it."""
     child = os.fork()
@@ -142,7 +152,8 @@ def main(text: str, *program: str) -> int:
         return code
     set_up(request)
     if (code := fork_and_wait(signals)) is not None:
-        os._exit(code)  # the first process of a PID namespace: all others end with it
+        end_others()
+        os._exit(code)
     enter_namespaces(NEW_MOUNTS)  # without the right to change the mounts of the first one
     os.chdir(folder)  # by its path: this process is still in the folder below the mounts, perhaps in a hidden one
     os.execvp(program[0], program)

@@ -105,6 +105,13 @@ class Variant:
         """FLOPs of one forward and backward of these tokens; a second one is in the seconds of the runs alone."""
         return self.tokens * self.flops_per_token
 
+    @property
+    def needs_network(self) -> bool:
+        """Whether a run may need a network, by which runs could exchange weights: for its launcher, W&B or the Hub."""
+        names = [self.settings.get(name) for name in ("init_from", "teacher.path")]
+        is_tracked = self.settings.get("tracking.wandb") != "disabled"
+        return self.launch.command != (sys.executable,) or is_tracked or any(name is not None for name in names)
+
     @cached_property
     def digest(self) -> str:
         """Hash of the settings, code, launch, inputs and torch's version: equal digests train the same."""
@@ -133,7 +140,8 @@ class Variant:
         if self.changes_code:  # what worker processes read would not be recorded
             command += ["--data.num_workers", "0"]
         if hidden := self.hidden_folders(folder):
-            command = sandbox.command(command, hidden, [self.code, self.config_file(folder)], [run.path])
+            visible = [self.code, self.config_file(folder)]
+            command = sandbox.command(command, hidden, visible, [run.path], network=self.needs_network)
         return Job(run, self.steps, tuple(command))
 
 
@@ -168,6 +176,8 @@ class Recipe:
     """Content of each config file, which is read once, so that edits during an experiment reach no run."""
     is_stopped: Callable[[], bool] = lambda: False
     """Whether a stop signal was received."""
+    experiments: Path | None = None
+    """The directory of experiments, which the code of ideas must not see: they have the seeds of test data."""
 
     @property
     def name(self) -> str:
@@ -210,7 +220,8 @@ class Recipe:
             if stacks[index]:
                 num_checked += 1
                 name = " + ".join(idea.name for idea in stacks[index])
-                print(f"checked {num_checked} / {sum(map(bool, stacks))}: {name}", file=sys.stderr)
+                total = sum(map(bool, stacks))
+                print(f"checked{f' {num_checked} / {total}' if total > 1 else ''}: {name}", file=sys.stderr)
 
         with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
             for resolved in pool.map(lambda code: self._resolve(code, requests[code], say_checked), requests):
@@ -237,7 +248,9 @@ class Recipe:
         baseline = self.checkouts.folder(self.commit)
         command = [sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)]
         if code != baseline and not sandbox.problem():
-            command = sandbox.command(command, hidden_checkouts(code), [code, baseline])
+            files = self.experiments.glob("*/experiment.json") if self.experiments else ()
+            hidden = [*hidden_checkouts(code), *(file.parent for file in files)]
+            command = sandbox.command(command, hidden, [code, baseline])
         # A killed program leaves its temporary files in the folder of the checkouts, which is removed.
         answers = ask(
             command,

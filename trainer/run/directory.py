@@ -20,7 +20,7 @@ from runtime.config.errors import ConfigError
 from runtime.config.paths import expand_user_path
 from runtime.config.schema import TrainConfig
 from runtime.config.stored_settings import read_settings
-from runtime.files import flush_to_disk, lock, open_no_link, write_atomically
+from runtime.files import flush_to_disk, lock, open_no_link, open_regular, write_atomically
 from runtime.json_objects import from_json, parse_object
 from trainer.checkpoint.manifest import Manifest, readable_checkpoints
 from trainer.run.metrics_log import read_newest_row, read_rows
@@ -164,7 +164,8 @@ class Run:
     def status(self) -> Status | None:
         """Return the content of status.json; None if it is absent or damaged."""
         try:
-            return from_json(parse_object((self.path / "status.json").read_bytes()), Status)
+            with open(self.path / "status.json", "rb", opener=open_regular) as file:
+                return from_json(parse_object(file.read()), Status)
         except (OSError, ValueError):
             return None
 
@@ -232,7 +233,8 @@ class Run:
 
     def is_locked(self) -> bool:
         """Return whether a process, on any machine, is training in this directory."""
-        if not (file := self.path / LOCK_FILE).exists():
+        file = self.path / LOCK_FILE
+        if not file.is_file() or file.is_symlink():  # no process could lock it: `lock` raises an error that says why
             return False
         with open(file, "a", opener=open_no_link) as opened:
             return not lock(opened)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.files import flush_to_disk, open_no_link, write_atomically
+from runtime.files import flush_to_disk, open_no_link, open_regular, write_atomically
 from runtime.json_objects import parse_object
 
 TAIL_BYTES = 2**16  # longer than almost any row
@@ -19,7 +19,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     A line that is not a JSON object with a step, such as the half line of a killed process, is skipped.
     """
-    yield from filter(None, map(_parse_row, path.read_bytes().splitlines()))
+    with open(path, "rb", opener=open_regular) as file:
+        lines = file.read().splitlines()
+    yield from filter(None, map(_parse_row, lines))
 
 
 def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> None:
@@ -40,7 +42,7 @@ def truncate_after_step(path: Path, step: int, one_per_step: bool = False) -> No
 
 def read_newest_row(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the newest row, if there is one; only the end of the file is read, unless the row is longer."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         size = file.seek(0, os.SEEK_END)
         for num_bytes in (min(size, TAIL_BYTES), size):
             file.seek(size - num_bytes)

@@ -1,5 +1,6 @@
 """The evaluator finds each way to fake a loss that its principles close, and accepts honest research."""
 
+import io
 import json
 import math
 import shutil
@@ -382,6 +383,25 @@ def test_code_may_print_while_it_is_evaluated(descriptor, monkeypatch, tmp_path)
     with pytest.raises(evaluator.Crash, match="^IndexError: x$"):
         model.log_probs({"input_ids": torch.ones(1, 2)}, torch.ones(1, 1))
     model.close()
+
+
+def test_runs_of_changed_code_share_no_process(monkeypatch, capsys):
+    """Their code could keep the weights of one run for the next; that of the baseline is trusted."""
+    groups = []
+
+    def evaluate_code(code, requests, loaded):
+        groups.append((code, [request["run"] for request in requests]))
+        yield from ({} for _ in requests)
+
+    requests = [{"code": code, "run": run} for code, run in ("A1", "A2", "B1", "B2")]
+    lines = [f"{number} {json.dumps(request)}" for number, request in enumerate(requests)]
+    monkeypatch.setattr(evaluator, "evaluate_code", evaluate_code)
+    monkeypatch.setattr(evaluator, "answer_stream", lambda: sys.stdout)
+    monkeypatch.setattr(sys, "argv", ["evaluator.py", "A"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    evaluator.main()
+    assert groups == [("A", ["1", "2"]), ("B", ["1"]), ("B", ["2"])]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
 
 
 def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -56,6 +57,15 @@ def test_progress_names_what_a_run_changes(experiments):
 
 def test_one_idea_has_its_sentence_whatever_the_verdict(experiments):
     assert f"\nNo gain: {NOTHING}: loss 0.90" in experiments.race(NOTHING, json=False)
+
+
+def test_why_may_be_written_after_the_idea_has_raced(experiments, patches):
+    path = Path(patch := patches.effect("a", 1, 0.7))
+    assert [idea["why"] for idea in experiments.race(patch, A, runs=4)["ideas"]] == ["", ""]
+    path.write_text(f"Less noise.\n{path.read_text()}")
+    assert {idea["idea"]: idea["why"] for idea in experiments.race(patch, A)["ideas"]} == {patch: "Less noise.", A: ""}
+    assert [idea["why"] for idea in experiments.race(A, runs=4)["ideas"]] == [""]
+    assert [idea["why"] for idea in experiments.race(A, note="A guess.")["ideas"]] == ["A guess."]
 
 
 def test_report_has_the_why_of_an_idea_and_lines_to_read(experiments, patches, monkeypatch):

@@ -206,6 +206,44 @@ def test_what_a_run_leaves_in_its_folder_is_its_failure(experiments):
     assert found[B]["message"].startswith("its files cannot be read: IsADirectoryError")
 
 
+LEFT_IN_FOLDER = {
+    "a folder in place of the metrics": "os.remove(folder + 'metrics.jsonl'), os.mkdir(folder + 'metrics.jsonl')",
+    "a pipe in place of the metrics": "os.remove(folder + 'metrics.jsonl'), os.mkfifo(folder + 'metrics.jsonl')",
+    "a pipe in place of the status": "os.remove(folder + 'status.json'), os.mkfifo(folder + 'status.json')",
+    "a pipe among the counts": "os.mkfifo(folder + 'counts.5')",
+    "a link in the checkpoint": "os.symlink('/', folder + 'checkpoints/step-2')",
+    "a folder in place of the lock": "os.mkdir(folder + '.lock'), os._exit(1)",
+    "a link in place of the lock": "os.symlink('/', folder + '.lock'), os._exit(1)",
+}
+
+
+@pytest.mark.parametrize("left", LEFT_IN_FOLDER)
+def test_other_things_than_files_in_the_folder_of_a_run_are_its_failure(left, experiments, monkeypatch):
+    """Also when the race resumes; to read a pipe would block without end."""
+    monkeypatch.setattr(runs, "PROGRESS_SECONDS", 0)
+    experiments.hook(f"""
+import atexit
+folder = settings['out_dir'] + '/' + settings['name'] + '/'
+if settings['model.effect_b'] == 0.8:
+    os.makedirs(folder + 'checkpoints', exist_ok=True)
+    atexit.register(lambda: ({LEFT_IN_FOLDER[left]}))""")
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it blocks"))
+    signal.alarm(60)
+    for _ in range(2):
+        result = experiments.race(B, A, jobs=1)
+        found = {idea["idea"]: idea["verdict"] for idea in result["ideas"]}
+        assert result["stack"] == [A] and found[B] == "failed", result["ideas"]
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_progress_of_a_run_whose_metrics_cannot_be_read(tmp_path):
+    run = Run(tmp_path)
+    assert runs.newest_step(run) == 0
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert runs.newest_step(run) == "?"
+
+
 def test_baseline_that_cannot_be_evaluated_is_an_error_that_is_not_kept(experiments, monkeypatch):
     """So that the same command resumes when the cause is gone, such as a full memory."""
     nothing = {"loss": None, "excess_loss": None, "problem": f"{runs.NOT_EVALUATED}: MemoryError: "}

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_processes_end_with_the_program(folders):
     assert run(folders, "ls -d /proc/[0-9]* | wc -l").stdout.strip() in "23456", "it sees no other process"
     queues = run(folders, "readlink /proc/self/ns/ipc").stdout.strip()
     assert queues.startswith("ipc:") and queues != os.readlink("/proc/self/ns/ipc"), "nor its shared memory and queues"
+
+
+def test_processes_that_nobody_waited_for_cost_their_seconds(folders):
+    """A child that computes for a second in a session of its own, and outlives the program."""
+    script = """
+import os, time
+read, write = os.pipe()
+if not os.fork():
+    os.setsid()
+    while time.process_time() < 0.5: pass
+    os.write(write, b"x")
+    time.sleep(1000)
+os.read(read, 1)
+"""
+    process = subprocess.Popen(sandbox.command([sys.executable, "-ISc", script], [folders / "experiment"], [], []))
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and usage.ru_utime + usage.ru_stime >= 0.5
 
 
 def test_program_ends_with_its_runner(folders):

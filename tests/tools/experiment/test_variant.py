@@ -22,7 +22,7 @@ from runtime.config.errors import ConfigError, RunError
 from runtime.config.parser import parse_config
 from tests.conftest import ROOT, TINY_STORIES
 from tests.tools.experiment.conftest import FAKE
-from tools.experiment import change, evaluator, runs, variant_program
+from tools.experiment import change, evaluator, runs, sandbox, variant_program
 from tools.experiment.change import Checkouts, parse_idea
 from tools.experiment.variant import (
     Recipe,
@@ -129,6 +129,33 @@ def test_variants_of_one_code_are_resolved_together_and_each_has_its_result(expe
     assert both.settings["model.effect_one"] == 0.7 and (baseline.tokens, baseline.flops) == (480, 480 * 6000)
     assert [one.changes_code for one in (baseline, short, patched, changed)] == [False, False, True, True]
     assert baseline.code_hash == short.code_hash and len({one.code_hash for one in (short, patched, changed)}) == 3
+
+
+def test_check_of_an_idea_sees_no_experiment(experiments, patches, monkeypatch):
+    """Its file has the seed of the test data, and the key of the results."""
+    experiments.race("--model.effect_b 0.8")
+    hidden = []
+
+    def command(program, folders, *_, **__):
+        hidden.extend(folders if "resolve" in program else [])
+        return list(program)
+
+    monkeypatch.setattr(sandbox, "problem", lambda: "")
+    monkeypatch.setattr(sandbox, "command", command)
+    experiments.race(patches.effect("a", 1, 0.7))
+    assert experiments.folder() in hidden
+
+
+def test_changed_code_has_a_network_only_where_a_run_needs_it():
+    alone = Launch((sys.executable,))
+    assert not make_variant(alone, **{"tracking.wandb": "disabled"}).needs_network
+    for launch, settings in (
+        (Launch(("torchrun",)), {"tracking.wandb": "disabled"}),
+        (alone, {"tracking.wandb": "offline"}),
+        (alone, {"tracking.wandb": "disabled", "init_from": "gpt2"}),
+        (alone, {"tracking.wandb": "disabled", "teacher.path": "gpt2"}),
+    ):
+        assert make_variant(launch, **settings).needs_network
 
 
 def test_whatever_an_idea_raises_others_have_their_results(experiments, patches):
