@@ -40,7 +40,7 @@ OVERRIDES = ("core.hooksPath=/dev/null", "apply.whitespace=nowarn", "core.quoteP
 DATA_FOLDER, ORDER_FILE = "data/", "data/sampler.py"
 ATTRIBUTES_FILE = ".gitattributes"  # with one, git would write the same blobs of other files differently
 MODES_OF_FILES = {"100644", "100755", "000000"}  # 000000: it is removed; the others are links and submodules
-SEED_WORDS = re.compile(r"seed|default_rng|RandomState|\bRandom\b")
+SEED_WORDS = re.compile(r"(?i:seed)|default_rng|RandomState|\bRandom\b")
 SEEDING_CALLS = {"manual_seed", "manual_seed_all", "seed", "default_rng", "RandomState", "Random"}
 PATCH_SUFFIXES = (".patch", ".diff")
 PRINTING_OPTIONS = ("--help", "-h", "--print_config")
@@ -235,7 +235,7 @@ def seed_problem(before: Counter[str], after: Counter[str], is_model: bool) -> s
 
 
 def sets_constant_seed(statement: str) -> bool:
-    """Return whether a statement gives a generator, or a name with `seed` in it, a value without any variable."""
+    """Return whether a statement gives a generator, or a seed by its name, a value without any variable."""
     try:
         tree = ast.parse(statement.removesuffix(":") + (": pass" if statement.endswith(":") else ""))
     except SyntaxError:  # such as `else:` alone
@@ -246,12 +246,18 @@ def sets_constant_seed(statement: str) -> bool:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in SEEDING_CALLS:
                 values.append(ast.Tuple([*node.args, *(keyword.value for keyword in node.keywords)], ast.Load()))
-            values += [keyword.value for keyword in node.keywords if "seed" in (keyword.arg or "")]
+            values += [keyword.value for keyword in node.keywords if is_seed(keyword.arg or "")]
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any("seed" in ast.unparse(target) for target in targets):
+            if any(is_seed(ast.unparse(target)) for target in targets):
                 values.append(node.value)
     return any(is_constant(value) for value in values)
+
+
+def is_seed(name: str) -> bool:
+    """Return whether a name is that of a seed or of several: LUCKY_SEED and seeds are, num_seeds and seeded are not."""
+    parts = {part.lower() for part in re.split(r"\W|_", name)}
+    return bool(parts & {"seed", "seeds"}) and not parts & {"num", "n", "number", "count"}
 
 
 def is_constant(value: ast.AST) -> bool:

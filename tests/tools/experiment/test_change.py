@@ -252,6 +252,10 @@ def test_idea_adds_no_submodule(repository):
         ("torch.manual_seed(config.seed)", False),
         ("    def forward(self, x, seed):", False),
         ("rng = numpy.random.default_rng(seed)", False),
+        ("self.LUCKY_SEED = 7", True),
+        ("seeds = [7, 8]", True),
+        ("self.num_seeds = 4", False),
+        ("seeded = False", False),
     ],
 )
 @pytest.mark.parametrize("file", thinned(["model/gpt.py", "train.py"], 2))
