@@ -34,6 +34,8 @@ from tests.support import forked
 if TYPE_CHECKING:  # the controller of pytest-xdist imports this file, too, and needs no torch
     import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its programs
+
 ROOT = Path(__file__).parent.parent
 CPU_LAUNCH = ROOT / "accelerate_configs" / "cpu.yaml"
 

@@ -208,6 +208,19 @@ def test_atomic_writes_do_not_follow_links(tmp_path, outside, target):
     assert (mine / "folder" / "file").read_text() == "new" and {*os.listdir(mine)} == {"a.json", "folder"}
 
 
+@pytest.mark.parametrize("opener", [files.open_regular, files.open_no_link])
+def test_what_is_no_file_is_not_opened(opener, tmp_path):
+    """A device may be endless, and a pipe would block."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "pipe", tmp_path / "folder", "/dev/zero"):
+        with pytest.raises(OSError, match="no regular file"):
+            opener(path, os.O_RDONLY)
+    (tmp_path / "file").write_text("x")
+    with open(tmp_path / "file", opener=opener) as file:
+        assert file.read() == "x"
+
+
 @pytest.mark.parametrize("target", ["file", "missing"])
 @pytest.mark.parametrize("name", [".lock", "status.json", "metrics.jsonl", "sessions.jsonl"])
 def test_no_file_of_a_run_is_opened_through_a_link(tmp_path, outside, monkeypatch, target, name):
