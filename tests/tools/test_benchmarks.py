@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,23 @@ from tools.benchmark.programs import Program
 def test_page_is_up_to_date():
     assert tables.render_page() == tables.PAGE.read_text(), "run python -m tools.benchmark.tables"
     assert set(re.findall(r"<!-- (\w+) -->\n", tables.PAGE.read_text())) - {"end"} <= tables.TABLES.keys()
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+@pytest.mark.parametrize(
+    ("name", "peer", "digits"),
+    [
+        ("time_to_loss", "nanoGPT", {"seconds": 0}),
+        ("bits_per_byte", "nanochat", {"seconds": 0, "val/bits_per_byte": 3}),
+    ],
+)
+def test_comparisons_of_readme_are_those_of_the_results(page, name, peer, digits):
+    record = tables.read_result(name)
+    assert record["machine"]["cpu"] == "AMD EPYC (family 25, model 17)", "Zen 4, as the page says"
+    [row] = [line for line in (tables.ROOT / page).read_text().splitlines() if line.startswith("| ") and peer in line]
+    [cases] = record["figures"].values()
+    for case, quantity in product(("ours", peer), digits):
+        assert f"{statistics.median(cases[case][quantity]):.{digits[quantity]}f}" in row, (case, quantity)
 
 
 def test_changed_result_changes_page(monkeypatch, tmp_path):
@@ -69,6 +87,7 @@ def test_result_names_machine_and_versions(path):
         ([27801.0], "27,801 (one round)"),
         ([14.5, 15.0], "14.8 (14.5 to 15, 2 rounds)"),
         ([float(n) for n in range(1, 9)], "4.5 (2.25 to 6.75)"),
+        ([2.0, 2.0, 2.0], "2"),
         (7, "7"),
     ],
 )

@@ -83,6 +83,8 @@ def format_value(value: object, unit: str = "") -> str:
     if len(value) == 1:
         return f"{format_value(value[0])}{unit} (one round)"
     lowest, *_, highest = quantiles(value, n=4) if len(value) >= MANY else (min(value), max(value))
+    if lowest == highest:
+        return f"{format_value(lowest)}{unit}"
     spread = f"{format_value(lowest)} to {format_value(highest)}{', 2 rounds' * (len(value) == 2)}"
     return f"{format_value(median(value))}{unit} ({spread})"
 
