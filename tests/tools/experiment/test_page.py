@@ -321,6 +321,20 @@ def test_figures_of_many_epochs(monkeypatch):
     check_figures(joined(page.partition("### Many epochs")[2].partition("###")[0]), figures)
 
 
+def test_figures_of_the_shakespeare_recipe(monkeypatch):
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+    race = report.describe_race(RAW / "shakespeare_best-3bc55b45" / "races" / "0ddbb796.json")
+    [ideas] = ideas_of_rounds(race)
+    loss = (
+        f"{race['rounds'][0]['baseline_loss']:.3f} nats/character, four: {race['runs']} runs in {hours(race)} CPU hours"
+    )
+    rows = [f"| `{name}` | {show(idea)} | {idea['verdict']} |" for name, idea in ideas.items()]
+    page = (ROOT / "docs" / "data.md").read_text()
+    check_figures(joined(page.partition("## Recipes")[2].partition("### Many epochs")[0]), [loss, *rows])
+    assert race["baseline"].partition(" ")[2] in page and all(f'"{name}"' in page for name in ideas)
+    assert {idea["runs"] for idea in ideas.values()} == {1}
+
+
 def check_figures(text, figures):
     """Check that a text has these figures, and no other effect in percent."""
     for figure in figures:
