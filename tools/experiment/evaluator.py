@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors import torch as safetensors
 from torch import Tensor
@@ -94,6 +95,12 @@ class Model:
     def _crash(self) -> Crash:
         exit_code = self.process.wait()
         return Crash(next(iter(read_end(self.errors).strip().splitlines()[-1:]), f"exit code {exit_code}"))
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of the process and of those that it has started."""
+        process = psutil.Process(self.process.pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(one.user + one.system + one.children_user + one.children_system for one in times)
 
     def close(self) -> None:
         """End the process."""
@@ -289,11 +296,13 @@ def evaluate_code(code: str, requests: list[dict[str, Any]], loaded: dict[str, D
             runs = [one["run"] for one in requests]
             models = [model or Model(code, request.get("hidden", []), runs) for model in models]
             results: list[Any] = []
+            seconds_before = sum(model.cpu_seconds() for model in models if model)
             for model, evaluation in zip(models, (data.first_evaluation, data.second_evaluation), strict=True):
                 assert model is not None, "started above"
                 model.load(request["run"])
                 results.append(evaluation(model))
             answer = data.evaluate(*results)
+            answer["seconds"] = sum(model.cpu_seconds() for model in models if model) - seconds_before
             if request["delivered"] and not answer["problem"]:
                 delivered = np.concatenate([np.fromfile(file, np.int64) for file in request["delivered"]])
                 sessions = request["sessions"], request["processes"]

@@ -27,9 +27,11 @@ from tools.jobs.runner import EXIT_STOPPED
 JSON_VERSION = 1
 EFFECT = ("effect", "low", "high", "p", "q")
 COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
-COUNTS = ("forwards", "updates", "seconds_per_flop")
+COUNTS = ("forwards", "updates", "seconds_per_flop", "evaluation")
 MIN_TIMED_SECONDS = 5.0  # of a run: the start of a shorter one takes most of its time
 SLOW, MORE = 1.3, 1.01  # ratios that the report mentions: seconds to what the FLOPs say, forwards and updates to steps
+# Of an evaluation: relative to the baseline, and more. Changed code imports torch for each run, that of the baseline once.
+SLOW_EVALUATION, MORE_SECONDS = 2.0, 10.0
 KILLED = "it was killed; run the same command again to resume"
 WITHDRAWN = "its patch or line was removed"
 HOLDS = {"better": "yes", "worse": "no", "failed": "no"}  # of a gain that was measured elsewhere, by its verdict
@@ -345,6 +347,8 @@ def cost_ratios(
     costs["flops"] = (of_a_token or 0.0) * (costs["forwards"] or costs["tokens"] or 0.0)
     costs["parameters"] = counted("parameters") or described["parameters"] / described_baseline["parameters"]
     is_timed = all((mean(run.seconds for run in some) or 0.0) >= MIN_TIMED_SECONDS for some, _ in both)
+    own, others = (mean(run.evaluation_seconds for run in some) or 0.0 for some, _ in both)
+    costs["evaluation"] = ratio(own, others) if own > SLOW_EVALUATION * others + MORE_SECONDS else None
     costs["seconds_per_flop"] = ratio(costs["seconds"], costs["flops"]) if is_timed else None
     return costs
 
@@ -480,12 +484,18 @@ def reach_lines(idea: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_text(idea: Mapping[str, Any]) -> str:
-    """Return the verdict, and of an open one what is known; it says if an idea takes longer than its FLOPs say."""
+    """Return the verdict, and of an open one what is known; it says if an idea takes longer than its FLOPs say.
+
+    The model of an idea may also compute while it is evaluated, for example train.
+    """
     text = idea["verdict"] or "out"
     if idea["verdict"] == "unknown" and idea["low"] is not None and idea["low"] < 0:
         text = f"unknown, gains at most {-100 * idea['low']:.1f}%"
-    slowdown = idea.get("seconds_per_flop") or 0.0
-    return text + (f", takes {slowdown:.1f} times the seconds of its FLOPs" if slowdown > SLOW else "")
+    if (slowdown := idea.get("seconds_per_flop") or 0.0) > SLOW:
+        text += f", takes {slowdown:.1f} times the seconds of its FLOPs"
+    if slowdown := idea.get("evaluation"):
+        text += f", is evaluated in {slowdown:.1f} times the seconds of the baseline"
+    return text
 
 
 def work_lines(idea: Mapping[str, Any]) -> list[str]:

@@ -67,6 +67,8 @@ class Result:
     """Hash of its last weights and moments."""
     seconds: float | None = None
     """CPU seconds of its processes; on a GPU the time from start to end. None if another program trained some steps."""
+    evaluation_seconds: float | None = None
+    """CPU seconds of the processes of its model while it was evaluated."""
     elapsed: float | None = None
     """Seconds from start to end, if this program trained it in one session."""
     sessions: int = 1
@@ -438,7 +440,7 @@ class Runs:
             if self.metric and not answer["problem"]:
                 loss, excess = newest.get(self.metric), None
             problem = answer["problem"] or problem_of(loss, excess, self.metric)
-            facts |= self._counted.pop(job.run.path.name, {})
+            facts |= self._counted.pop(job.run.path.name, {}) | {"evaluation_seconds": answer.get("seconds")}
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
             results.append(self._spent(job, **facts))
         return results

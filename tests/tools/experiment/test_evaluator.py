@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -385,6 +386,38 @@ def test_code_may_print_while_it_is_evaluated(descriptor, monkeypatch, tmp_path)
     model.close()
 
 
+COMPUTING_PROGRAM = """
+import os, sys, time
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[3]))
+connection.recv_bytes()
+if not os.fork():
+    while time.process_time() < 0.3: pass
+    os._exit(0)
+os.wait()
+if not os.fork():
+    while time.process_time() < 0.3: pass
+    connection.send_bytes(b"done")
+    time.sleep(1000)
+time.sleep(1000)
+"""
+
+
+def test_seconds_of_a_model_are_those_of_all_its_processes(monkeypatch, tmp_path):
+    """Of one that has ended, and of one that goes on."""
+    (tmp_path / "program.py").write_text(COMPUTING_PROGRAM)
+    monkeypatch.setattr(evaluator, "PROGRAM", tmp_path / "program.py")
+    model = evaluator.Model("code")
+    before = model.cpu_seconds()
+    model.load("run")
+    assert model.connection.recv_bytes() == b"done"
+    assert model.cpu_seconds() - before >= 0.5
+    for process in psutil.Process(model.process.pid).children():
+        process.kill()
+    model.process.kill()
+    model.close()
+
+
 def test_runs_of_changed_code_share_no_process(monkeypatch, capsys):
     """Their code could keep the weights of one run for the next; that of the baseline is trusted."""
     groups = []
@@ -415,6 +448,9 @@ def test_no_answer_of_a_run_ends_the_evaluation_of_others(monkeypatch, tmp_path)
 
         def load(self, run):
             self.run = run
+
+        def cpu_seconds(self):
+            return 1.0
 
         def close(self):
             pass

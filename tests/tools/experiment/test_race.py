@@ -22,7 +22,7 @@ import pytest
 from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
 from tests.conftest import ROOT, environment, metrics, thinned
-from tests.tools.experiment.conftest import FAKE
+from tests.tools.experiment.conftest import FAKE, fake_evaluator
 from tools.experiment import confirm, race, report, runs, verdicts
 from tools.experiment.change import head_commit, parse_idea
 from tools.experiment.record import Round
@@ -924,6 +924,21 @@ def test_verdict_says_if_seconds_exceed_what_flops_say(experiments, monkeypatch)
     text = experiments.race(slow, fast, big, rounds=1, json=False)
     assert f"Better, takes 1.3 times the seconds of its FLOPs: {slow}: loss" in text
     assert text.count("times the seconds of its FLOPs") == 2, "once more in the table"
+
+
+def test_verdict_says_if_the_model_computes_while_it_is_evaluated(experiments, monkeypatch):
+    def evaluate(code, requests, *_):
+        answers = fake_evaluator(code, requests)
+        for answer in answers:  # the excess losses are 0.4, 0.32 and 0.28
+            answer["seconds"] = 4.0 if answer["excess_loss"] > 0.36 else 17.0 if answer["excess_loss"] > 0.3 else 19.0
+        return answers
+
+    monkeypatch.setattr(runs, "run_evaluator", evaluate)
+    slow, fast = A, B
+    result = experiments.race(slow, fast, rounds=1)
+    assert by_idea(result, "evaluation") == {slow: pytest.approx(4.75), fast: None}
+    text = experiments.race(slow, fast, rounds=1, json=False)
+    assert f"Better, is evaluated in 4.8 times the seconds of the baseline: {slow}: loss" in text
 
 
 def test_seconds_of_short_runs_say_nothing_of_flops(experiments, monkeypatch):
