@@ -30,7 +30,7 @@ COSTS = ("steps", "tokens", "flops", "seconds", "parameters")
 COUNTS = ("forwards", "updates", "seconds_per_flop", "evaluation")
 MIN_TIMED_SECONDS = 5.0  # of a run: the start of a shorter one takes most of its time
 SLOW, MORE = 1.3, 1.01  # ratios that the report mentions: seconds to what the FLOPs say, forwards and updates to steps
-# Of an evaluation: relative to the baseline, and more. Changed code imports torch for each run, that of the baseline once.
+# Of an evaluation: relative to the baseline, and more, because changed code imports torch for each run.
 SLOW_EVALUATION, MORE_SECONDS = 2.0, 10.0
 KILLED = "it was killed; run the same command again to resume"
 WITHDRAWN = "its patch or line was removed"
