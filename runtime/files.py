@@ -73,7 +73,7 @@ def open_regular(path: str | Path, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "It is no regular file")
+        raise OSError(errno.EINVAL, "Is no regular file")
     return descriptor
 
 
