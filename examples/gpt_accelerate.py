@@ -1,8 +1,7 @@
 """A mini-GPT on random tokens in several processes: Accelerate selects the device and wraps the model.
 
-torchrun or accelerate launch starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE; if you start the script with
-python, it calls torchrun. All ranks end with the same losses, weights and moments as those of gpt_allreduce.py and
-gpt_ddp.py; with three or more ranks, the last digits differ from those of gpt_allreduce.py.
+torchrun starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE; if you start the script with python, it calls
+torchrun. All ranks of gpt_allreduce.py, gpt_ddp.py and gpt_accelerate.py end with the same losses, weights and moments.
 """
 
 import argparse

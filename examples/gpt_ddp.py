@@ -1,7 +1,7 @@
 """A mini-GPT on random tokens in several processes: DistributedDataParallel averages the gradients during backward.
 
 torchrun starts the ranks and sets RANK, LOCAL_RANK and WORLD_SIZE; if you start the script with python, it calls
-torchrun. All ranks, and the other two gpt_*.py, end with the same losses, weights and moments.
+torchrun. All ranks of gpt_allreduce.py, gpt_ddp.py and gpt_accelerate.py end with the same losses, weights and moments.
 """
 
 import argparse

@@ -71,8 +71,11 @@ def read_user_text(setting: str, path: Path) -> str:
 def open_regular(path: str | Path, flags: int) -> int:
     """Open a file, as `opener` of `open`; raise OSError if it is none, such as a pipe, which would block."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         raise OSError(errno.EINVAL, "Is no regular file")
     return descriptor
 

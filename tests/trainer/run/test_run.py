@@ -95,6 +95,6 @@ def test_newest_metrics_reads_end_of_file(length, tmp_path, monkeypatch):
             return super().read(size)
 
     monkeypatch.setattr(metrics_log, "parse_object", lambda line: lines.append(line) or parse(line))
-    monkeypatch.setattr(metrics_log, "open", lambda path, _: CountingReader(io.FileIO(path)), raising=False)
+    monkeypatch.setattr(metrics_log, "open", lambda path, _, opener: CountingReader(io.FileIO(path)), raising=False)
     assert Run(tmp_path).newest_metrics() == {"step": 10_000, "name": length * "x"}
     assert len(lines) <= 2 and (length > 10 or num_bytes == [metrics_log.TAIL_BYTES])
