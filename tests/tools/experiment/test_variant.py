@@ -209,7 +209,7 @@ def test_prints_of_code_are_no_answers(program, monkeypatch, tmp_path):
             os.dup2(os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT), descriptor)
             setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
         sys.stdin = io.StringIO("".join(f'{number} {{"code": "x"}}\n' for number in (3, 4, 5)))
-        sys.path[0] = str(ROOT)
+        sys.path[0], sys.argv = str(ROOT), ["evaluator.py", "x"]
         try:
             variant_program.resolve(str(ROOT)) if program == "resolve" else evaluator.main()
         except Exception:
