@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from runtime.config.errors import ConfigError, RunError
 from runtime.files import lock
+from tests.conftest import thinned
 from tests.tools.experiment.conftest import fake_evaluator
 from tools.experiment import runs
 from tools.experiment.runs import EVALUATED_AT_ONCE, MAX_KILLED, Result, count_work, problem_of
@@ -217,7 +218,7 @@ LEFT_IN_FOLDER = {
 }
 
 
-@pytest.mark.parametrize("left", LEFT_IN_FOLDER)
+@pytest.mark.parametrize("left", thinned([*LEFT_IN_FOLDER], 3))
 def test_other_things_than_files_in_the_folder_of_a_run_are_its_failure(left, experiments, monkeypatch):
     """Also when the race resumes; to read a pipe would block without end."""
     monkeypatch.setattr(runs, "PROGRESS_SECONDS", 0)
