@@ -358,7 +358,7 @@ def test_commands_make_the_texts_that_the_pages_prepare(tmp_path):
     for command in MAKES_TEXT:
         shell(command, cwd=tmp_path)
     made = {"input.txt": 1, "few.txt": 1, "stories.txt": 2000, "answers.jsonl": 70}
-    sources = re.findall(r"data\.prepare --source '?([^' ]+\.\w+)'?", page("data") + page("using"))
+    sources = re.findall(r"data\.prepare --source '?([^' ]+\.\w+)'?", "\n".join(commands(page("data") + page("using"))))
     assert made.keys() == {*sources}
     for name, least in made.items():
         separator = "<|endoftext|>\\n" if name == "stories.txt" else None

@@ -98,6 +98,19 @@ class Result:
         return math.log(self.loss if self.excess_loss is None else self.excess_loss)  # pyright: ignore[reportArgumentType]
 
 
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that waits for its evaluation, with what was read at its end, before other runs could change its files."""
+
+    job: Job
+    request: dict[str, Any]
+    """For evaluator.py."""
+    metrics: dict[str, Any]
+    """The last that it logged."""
+    work: dict[str, int]
+    """Of `count_work`."""
+
+
 class Runs:
     """Trains and evaluates the runs of an experiment.
 
@@ -123,10 +136,6 @@ class Runs:
         self._untimed: set[str] = set()
         """Names of the runs of which another process trained a part."""
         self._baseline_seconds = [one.elapsed for one in runs_of(self.results, baseline.digest, EVERY_SEED)]
-        self._counted: dict[str, dict[str, int]] = {}
-        """What was counted of runs that are not evaluated yet, by name."""
-        self._newest: dict[str, dict[str, Any]] = {}
-        """Their last metrics."""
         self._seconds_per_flop: list[float] = []
         """Of the same runs as `elapsed`."""
         self._started: dict[Job, float] = {}
@@ -240,7 +249,7 @@ class Runs:
         """
         self.jobs.overdue = self._overdue  # one runner may train the runs of several experiments in turn
         with ThreadPoolExecutor(1) as pool:
-            ended: list[tuple[Job, dict[str, Any]]] = []
+            ended: list[EndedRun] = []
             evaluation: Future[list[Result]] | None = None
 
             def jobs() -> Iterator[Job | None]:
@@ -267,9 +276,8 @@ class Runs:
                     if self._has_ended(job):
                         try:
                             check_files(job.run)
-                            self._counted[job.run.path.name] = count_work(job.run)
-                            self._newest[job.run.path.name] = job.run.newest_metrics()
-                            ended.append((job, self.request(job)))
+                            metrics, work = job.run.newest_metrics(), count_work(job.run)
+                            ended.append(EndedRun(job, self.request(job), metrics, work))
                         except Exception as error:  # whatever the code of a run has left there
                             self._keep([self._spent(job, failure=f"its files cannot be read: {describe_error(error)}")])
             finally:
@@ -412,37 +420,36 @@ class Runs:
 
     # Evaluation
 
-    def _evaluate(self, ended: list[tuple[Job, dict[str, Any]]]) -> list[Result]:
-        """Evaluate finished runs, each with its request; after a stop signal the same command evaluates them later.
+    def _evaluate(self, ended: list[EndedRun]) -> list[Result]:
+        """Evaluate runs; after a stop signal the same command evaluates them later.
 
         Raises:
             RunError: a run of the baseline cannot be evaluated, so something else than an idea is wrong.
         """
         if not ended:
             return []
-        ended = sorted(ended, key=lambda pair: pair[1]["code"])  # each code is imported once
-        for code in {self.baseline.code, *(Path(request["code"]) for _, request in ended)}:
+        ended = sorted(ended, key=lambda run: run.request["code"])  # each code is imported once
+        requests = [run.request for run in ended]
+        for code in {self.baseline.code, *(Path(request["code"]) for request in requests)}:
             check_checkout(code)
-        requests = [request for _, request in ended]
         answers = run_evaluator(self.baseline.code, requests, lambda: bool(self.jobs.signal), self._evaluation_limit)
         results = []
-        for (job, _), answer in zip_longest(ended, answers):
+        for run, answer in zip_longest(ended, answers):
             if answer is None:
-                results.append(self._spent(job, is_stopped=True))
+                results.append(self._spent(run.job, is_stopped=True))
                 continue
-            is_of_baseline = job.run.path.name.startswith(f"{self.baseline.digest}-")
+            is_of_baseline = run.job.run.path.name.startswith(f"{self.baseline.digest}-")
             if is_of_baseline and answer["problem"].startswith(NOT_EVALUATED):
                 raise RunError(f"the baseline {answer['problem'].removeprefix('it ')}")
-            newest = self._newest.pop(job.run.path.name)
-            digest = newest.get("state/digest")
+            digest = run.metrics.get("state/digest")
             facts: dict[str, Any] = {"digest": digest if isinstance(digest, str) else None}
             loss, excess = answer["loss"], answer["excess_loss"]
             if self.metric and not answer["problem"]:
-                loss, excess = newest.get(self.metric), None
+                loss, excess = run.metrics.get(self.metric), None
             problem = answer["problem"] or problem_of(loss, excess, self.metric)
-            facts |= self._counted.pop(job.run.path.name, {}) | {"evaluation_seconds": answer.get("seconds")}
+            facts |= run.work | {"evaluation_seconds": answer.get("seconds")}
             facts |= {"failure": problem} if problem else {"loss": loss, "excess_loss": excess}
-            results.append(self._spent(job, **facts))
+            results.append(self._spent(run.job, **facts))
         return results
 
     def _evaluation_limit(self) -> float:

@@ -151,7 +151,7 @@ def test_limit_of_an_evaluation(elapsed, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "ask", lambda *_, max_silence, **others: limits.append(max_silence()) or [])
     monkeypatch.setattr(runs, "check_checkout", lambda code: None)
     found.baseline.code, found.jobs.signal, found.jobs.seconds, found.jobs.starts = tmp_path, 0, {}, {}
-    found._evaluate([(Job(Run(tmp_path / "b-0"), 1, ()), {"code": str(tmp_path)})])
+    found._evaluate([runs.EndedRun(Job(Run(tmp_path / "b-0"), 1, ()), {"code": str(tmp_path)}, {}, {})])
     assert limits == [limit]
 
 
@@ -345,7 +345,7 @@ def test_time_of_a_resumed_run_is_no_limit_for_others(tmp_path, monkeypatch):
     (begun := Run(tmp_path / "runs" / f"{baseline.digest}-0")).path.mkdir(parents=True)
     begun.write_status(Status("preempted", 390))
     monkeypatch.setattr(found, "request", lambda job: {})
-    monkeypatch.setattr(found, "_evaluate", lambda ended: [found._spent(job, loss=1.0) for job, _ in ended])
+    monkeypatch.setattr(found, "_evaluate", lambda ended: [found._spent(run.job, loss=1.0) for run in ended])
     found.train_in_order([(baseline, 0), (baseline, 1)])
     resumed, whole = found.results.values()
     assert resumed.elapsed is None and resumed.seconds is None, "the first session is unknown"
