@@ -20,7 +20,7 @@ STYLES = {
     "withdrawn": ("#888888", "X"),
 }
 WITHOUT_ESTIMATE = {"failed": "its runs fail", "refused": "refused", "withdrawn": "withdrawn"}
-MAX_LABEL = 52  # characters
+MAX_LABEL = 60  # characters
 BASELINE = "baseline"  # stands for the idea of which the arms of the first round with --tune are
 MAX_LATER_IDEAS = 10  # that are drawn of each round but the first
 MIN_REACH, MAX_REACH = 0.1, 1.0  # of the axis on either side of zero, as fractions
@@ -118,10 +118,11 @@ def unit_of(race: Mapping[str, Any]) -> str:
 
 
 def label(text: str) -> str:
-    """Return the label of an idea, with its factor if it is an arm; a patch is shown by its file name."""
+    """Return the label of an idea, with its factor if it is an arm, such as [lr x0.5]; of a patch, with its file name."""
     found = re.search(r" \[[^][]* x[^][]*\]$", text)
     factor = found[0] if found else ""
     name = text.removesuffix(factor)
+    factor = re.sub(r"\w+\.(?=\w+ x)", "", factor)  # without the section of the setting
     short = " ".join(Path(word).name if word.endswith((".patch", ".diff")) else word for word in name.split(" "))
     room = MAX_LABEL - len(factor)
     return (short if len(short) <= room else short[: room - 1] + "…") + factor

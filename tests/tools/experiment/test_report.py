@@ -250,9 +250,11 @@ def test_picture_knows_each_verdict(verdict, tmp_path, figures):
 
 def test_label_of_a_patch_is_its_name():
     assert label(f"a{os.sep}b/better.patch --model.x 1") == "better.patch --model.x 1"
-    assert len(label("x" * 100)) == 52 and label("x" * 100).endswith("…")
+    assert len(label("x" * 100)) == 60 and label("x" * 100).endswith("…")
     arm = label("x" * 100 + " [optimizer.lr x0.5]")
-    assert len(arm) == 52 and arm.endswith("x… [optimizer.lr x0.5]")
+    assert len(arm) == 60 and arm.endswith("x… [lr x0.5]")
+    two = label("--model.mlp relu2 [optimizer.lr x0.5, model.d_model x2]")
+    assert two == "--model.mlp relu2 [lr x0.5, d_model x2]"
     assert label("--optimizer.betas [0.8,0.95]") == "--optimizer.betas [0.8,0.95]"
 
 
@@ -270,7 +272,7 @@ def test_picture_of_a_tuned_race_has_the_best_arm_of_each_idea(tmp_path, figures
     rounds = [{"round": n, "stack": [], "baseline_loss": 1.0, "ideas": found} for n, found in enumerate(rounds, 1)]
     draw({"rounds": rounds, "runs": 0, "failed": 0, "compared": "loss"}, tmp_path / "race.svg")
     rows = [name.get_text() for name in figures[0].axes[0].get_yticklabels()]
-    best = [f"--x {n} [optimizer.lr x2]" for n in range(12)]
+    best = [f"--x {n} [lr x2]" for n in range(12)]
     of_baseline = ["[optimizer.lr x2]", "[optimizer.lr x0.5]"]
     assert [row for row in rows if "round" not in row] == [*of_baseline, *best, *best[:10]]
     assert sum("round" in row for row in rows) == 3, "nothing was measured in the last one"
