@@ -118,7 +118,7 @@ def unit_of(race: Mapping[str, Any]) -> str:
 
 
 def label(text: str) -> str:
-    """Return the label of an idea, with its factor if it is an arm, such as [lr x0.5]; of a patch, with its file name."""
+    """Return the label of an idea: a patch by its file name; the factor of an arm, such as [lr x0.5], at the end."""
     found = re.search(r" \[[^][]* x[^][]*\]$", text)
     factor = found[0] if found else ""
     name = text.removesuffix(factor)
