@@ -13,6 +13,7 @@ import site
 import subprocess
 import sys
 import textwrap
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,14 @@ import torch
 
 from tests.conftest import ROOT, TINY_STORIES, commands, environment, python, shell, train
 from tests.data.prepare.test_prepare import make, make_documents, write_jsonl
-from tests.test_export import FAMILIES, every_family
+from tests.support.forked import free_port
+from tests.test_export import FAMILIES, QWEN3, every_family
 from trainer.pretrained.load import load_run
 
 pytestmark = pytest.mark.slow
 PAGE = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("using", "comparing", "evaluation")}
 HARNESS = commands(PAGE["evaluation"])[2:]
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2".split()
 LLAMA_CPP = "LLAMA_CPP"  # in the environment: the folder of its sources, which no package has
 
 
@@ -141,8 +144,10 @@ def serving(command, programs, folder, **env):
         server.communicate(timeout=60)
 
 
-def answer(address):
-    with urllib.request.urlopen(address, timeout=60) as response:
+def answer(address, body=None):
+    """What a server answers to a GET, or to a POST of JSON."""
+    request = urllib.request.Request(address, body and body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
         return response.read().decode()
 
 
@@ -157,6 +162,68 @@ def test_tensorboard_shows_a_run(folder):
     with serving(shown("tensorboard") + " --port 0", Path(sys.executable).parent, folder) as address:
         known = json.loads(answer(f"{address}/data/plugin/scalars/tags"))
         assert "val/loss" in known["board/tensorboard"]
+
+
+# What the script `transformers` does, which pip has put into the environment below.
+TRANSFORMERS = "from importlib.metadata import entry_points as e; [s] = e(group='console_scripts', name='transformers')"
+TRANSFORMERS += "; s.load()()"
+
+
+def test_transformers_serves_an_export(folder, environment_with):
+    """It completes a text as `generate` does, and without a chat template it refuses to chat."""
+    programs = environment_with("transformers[serving]")
+    serve, path, body = re.search(
+        r"\n    (transformers serve .*)\n    curl localhost:8000(\S+) .*-d '(.*)'\n", PAGE["using"]
+    ).groups()
+    shutil.copytree(folder / "exports" / "qwen3", folder / json.loads(body)["model"])
+    command = shlex.join([f"{programs}/python", "-c", TRANSFORMERS, *serve.split()[1:], "--port", str(free_port())])
+    with serving(command, programs, folder) as address:
+        [choice] = json.loads(answer(address + path, json.dumps(json.loads(body) | {"temperature": 0})))["choices"]
+        chat = {"model": json.loads(body)["model"], "messages": [{"role": "user", "content": "Meet a brave girl"}]}
+        with pytest.raises(urllib.error.HTTPError):
+            answer(address + "/v1/chat/completions", json.dumps(chat))
+    text = json.loads(body)["prompt"]
+    command = [sys.executable, "-c", READ, folder / "exports" / "qwen3", json.dumps([text])]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    _, _, continuation = json.loads(done.stdout.splitlines()[-1])["written"].partition(text)
+    assert continuation and choice["text"].startswith(continuation)
+
+
+LOSSES = """
+import json, os, torch
+from transformers import AutoModelForCausalLM
+torch.manual_seed(0)
+MODEL
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+tokens = torch.arange(40).reshape(2, 20)
+losses = []
+for _ in range(3):
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+shards = [getattr(weight, "_local_tensor", weight).numel() for weight in model.parameters()]
+if not int(os.environ.get("RANK", 0)):
+    print(json.dumps({"losses": losses, "weights": sum(shards)}))
+"""
+
+
+def test_export_trains_with_tensor_parallelism(folder, tmp_path):
+    """On two processes, each with a part of the weights, the losses are those of one."""
+    train(*TINY_STORIES, *QWEN3, "--model.n_heads", "2", "--out_dir", tmp_path / "runs", "--name", "stories")
+    python(f"python export.py {tmp_path}/runs/stories {tmp_path}/exports/stories", ROOT)
+    [sharded] = re.findall(r"\n    (model = .*tp_plan.*)\n", PAGE["using"])
+    found = []
+    for launch, line in ([], sharded.replace(', tp_plan="auto"', "")), (TORCHRUN, sharded):
+        (tmp_path / "losses.py").write_text(LOSSES.replace("MODEL", line))
+        command = [sys.executable, *launch, "losses.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    one, two = found
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5) and one["losses"][2] < one["losses"][0]
+    assert two["weights"] < 0.9 * one["weights"]
 
 
 ADAPTER = """
