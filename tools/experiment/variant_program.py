@@ -176,13 +176,13 @@ def train(file: str, *words: str) -> int:
     from runtime.distributed.world import process_rank
 
     # Only the baseline's `data/` may define the classes of data sets, so what they return is recorded there.
-    hashes, load_corpus = [torch.empty(0, dtype=torch.int64)], data.corpus.load_corpus
+    reads, load_corpus = RecordedReads(), data.corpus.load_corpus
 
     @functools.wraps(load_corpus)
     def load_recorded(*words: Any, **named: Any) -> Any:
         corpus = load_corpus(*words, **named)
         for dataset in filter(None, (corpus.train, corpus.validation)):
-            record_reads(type(dataset), hashes)
+            reads.record(dataset)
         return corpus
 
     data.corpus.load_corpus = load_recorded
@@ -193,7 +193,7 @@ def train(file: str, *words: str) -> int:
         recorded = Path(f"{file}.{process_rank()}")
         recorded.parent.mkdir(parents=True, exist_ok=True)
         with open(recorded, "ab") as opened:
-            opened.write(torch.cat(hashes).numpy().tobytes())
+            opened.write(torch.cat(reads.hashes).numpy().tobytes())
         with open(recorded.with_name(f"counts.{process_rank()}"), "a") as opened:
             print(json.dumps(count()), file=opened)
     return exit_code
@@ -222,33 +222,39 @@ def count_work() -> Callable[[], dict[str, int]]:
     return lambda: {"tokens": tokens, "updates": max(updates.values(), default=0)}
 
 
-def record_reads(kind: type, hashes: list[Tensor]) -> None:
-    """Let a class of data sets record the hash of each sequence that it returns, once for each that was asked for."""
-    if hasattr(kind, "records_reads"):
-        return
-    depth = 0  # `__getitem__` may call `arrays`
+class RecordedReads:
+    """The hash of each sequence that data sets return, once for each that was asked for.
 
-    def recorded(method: Any) -> Any:
+    `__getitem__` may call `arrays`, and that of a mixture calls those of its corpora: only the outermost call counts.
+    """
+
+    def __init__(self) -> None:
+        self.hashes = [torch.empty(0, dtype=torch.int64)]
+        self._depth = 0
+        self._kinds: set[type] = set()
+
+    def record(self, dataset: Any) -> None:
+        """Record from now on what all data sets of this class return, and of the classes of its members."""
+        for kind in {type(dataset), *map(type, getattr(dataset, "datasets", ()))} - self._kinds:
+            self._kinds.add(kind)
+            for name in ("__getitem__", "arrays"):
+                if method := getattr(kind, name, None):
+                    setattr(kind, name, self._recorded(method))
+
+    def _recorded(self, method: Any) -> Any:
         @functools.wraps(method)
         def read(*words: Any, **named: Any) -> Any:
-            nonlocal depth
-            depth += 1
+            self._depth += 1
             try:
                 samples = method(*words, **named)
             finally:
-                depth -= 1
-            if depth == 0:
-                hashes.append(
-                    hash_sequences(torch.as_tensor(samples["input_ids"]).view(-1, samples["input_ids"].shape[-1]))
-                )
+                self._depth -= 1
+            if self._depth == 0:
+                input_ids = torch.as_tensor(samples["input_ids"])
+                self.hashes.append(hash_sequences(input_ids.view(-1, input_ids.shape[-1])))
             return samples
 
         return read
-
-    for name in ("__getitem__", "arrays"):
-        if method := getattr(kind, name, None):
-            setattr(kind, name, recorded(method))
-    kind.records_reads = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # Evaluation

@@ -22,7 +22,7 @@ from tests.data.prepare.test_prepare import make, write_jsonl
 from tests.support import forked
 from tools.experiment import evaluator, runs
 from tools.experiment.evaluator import Data, held_out
-from tools.experiment.variant_program import record_reads
+from tools.experiment.variant_program import RecordedReads
 from trainer.run.directory import Run
 
 TINY = yaml.safe_load((ROOT / "tests" / "support" / "tiny_stories.yaml").read_text())
@@ -345,15 +345,22 @@ class Rows:
         return {"input_ids": np.array([[index, 7] for index in indices])}
 
 
+class Mixture:
+    datasets = [Rows()]
+
+    def __getitem__(self, index):
+        return self.datasets[0][index]
+
+
 def test_each_sequence_that_is_read_is_recorded_once():
-    hashes = []
-    for _ in range(2):  # the training and the validation set may be of one class
-        record_reads(Rows, hashes)
-    rows = Rows()
+    reads, rows, mixture = RecordedReads(), Rows(), Mixture()
+    for dataset in (mixture, mixture):  # the training and the validation set may be of one class
+        reads.record(dataset)
     one, three = rows[5], rows.arrays([5, 6, 5])
     assert one["input_ids"].tolist() == [5, 7] and len(three["input_ids"]) == 3
-    five, *others = torch.cat(hashes).tolist()
-    assert [found == five for found in others] == [True, False, True]
+    assert mixture[5]["input_ids"].tolist() == mixture.datasets[0][5]["input_ids"].tolist() == [5, 7]
+    five, *others = torch.cat(reads.hashes).tolist()
+    assert [found == five for found in others] == [True, False, True, True, True]
 
 
 # Answers each batch by logits, after printing a line of 1,000 characters on the descriptor sys.argv[4].
