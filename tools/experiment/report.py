@@ -63,7 +63,7 @@ def describe_all(config: ReportConfig) -> str:
     """Return the races and confirmations of all experiments, as text or JSON."""
     folder = expand_user_path("folder", config.folder)
     files = sorted([*folder.glob("*/races/*.json"), *folder.glob("*/confirmations/*.json")], key=modification_time)
-    results, lines = [], []
+    results, lines, damaged = [], [], []
     for file in files:
         try:
             is_race = file.parent.name == "races"
@@ -71,10 +71,12 @@ def describe_all(config: ReportConfig) -> str:
             lines.append("\n".join(race_lines(result) if is_race else confirmation_lines(result)))
             results.append(result)
         except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
-            lines.append(f"{file} cannot be read: {error}")
+            damaged.append(f"{file} cannot be read: {error}")
+            lines.append(damaged[-1])
     if not files:
         raise ConfigError(f"folder: {folder} has no results")
-    return json.dumps({"version": JSON_VERSION, "results": results}) if config.print_json else "\n\n".join(lines)
+    found = {"version": JSON_VERSION, "results": results, "damaged": damaged}
+    return json.dumps(found) if config.print_json else "\n\n".join(lines)
 
 
 def modification_time(file: Path) -> float:

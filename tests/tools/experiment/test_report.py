@@ -152,12 +152,12 @@ def test_damaged_races_do_not_hide_others(experiments):
         (experiments.folder() / name).mkdir(exist_ok=True)
         for number, content in enumerate(damaged):
             (experiments.folder() / name / f"{number}.json").write_bytes(content)
-    assert experiments.report()["results"] == before
-    text = experiments.report(json=False)
+    report, text = experiments.report(), experiments.report(json=False)
+    assert report["results"] == before and len(report["damaged"]) == 2 * len(damaged)
     for number in range(len(damaged)):
-        assert (
-            f"races/{number}.json cannot be read: " in text and f"confirmations/{number}.json cannot be read: " in text
-        )
+        for name in ("races", "confirmations"):
+            message = f"{name}/{number}.json cannot be read: "
+            assert message in text and any(message in line for line in report["damaged"])
     own.write_text("{")
     assert f"{own} cannot be read" in experiments.race(A, error=ConfigError)
 
