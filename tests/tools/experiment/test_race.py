@@ -1170,7 +1170,7 @@ def test_baseline_is_tuned_first(experiments):
         "factors are those of the tuned rate"
     )
     experiments.race(A, NOTHING, *RATE, tune="optimizer.lr=0.5,1,2", rounds=2, json=False)
-    assert "    [optimizer.lr x2]" in experiments.output and "Round 1, on the baseline" in experiments.output
+    assert "    [lr x2]" in experiments.output and "Round 1, on the baseline" in experiments.output
 
 
 @pytest.mark.parametrize("tune", ["optimizer.lr", "optimizer.lr=2", "optimizer.lr=0,1", "optimizer.lr=a,b", "=1,2"])
