@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     """The folder of a user who has trained on stories and on a text, and a copy of the repository."""
     folder = tmp_path_factory.mktemp("user")
     for path in ROOT.iterdir():
-        if path.suffix == ".py" or path.name in ("data", "model", "training", "configs", "accelerate_configs", "docs"):
+        if path.suffix == ".py" or path.name in ("data", "model", "configs", "accelerate_configs", "docs"):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text(TEXT)
     pairs = [{"prompt": f"{i}?", "response": f"It is {i}."} for i in range(40)]

@@ -1,8 +1,8 @@
 """Measure speed and memory, and update the tables of docs/performance.md: python -m tools.benchmark CASE...
 
-`make bench` measures every case of the page except the GPU's, in about an hour on 2 cores; nothing else should run on
-the machine. A case has groups of figures; benchmarks/results/CASE.json is written after each, with the value of every
-round.
+`make bench` measures every case of the page except the GPU's and `bits_per_byte`, in about an hour on 2 cores; nothing
+else should run on the machine. A case has groups of figures; benchmarks/results/CASE.json is written after each, with
+the value of every round.
 """
 
 import argparse

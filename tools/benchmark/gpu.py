@@ -101,8 +101,8 @@ SHORT = """--steps 11 --schedule.warmup_steps 0 --schedule.decay_steps 5 --evalu
 def curve(options: Namespace) -> Iterator[Group]:
     """Curves of GPT-2 124M on --text, validation loss against seconds: a group for each program.
 
-    All programs train on the same tokens in batches of the same size: nanoGPT, ours with its recipe, with Muon and the
-    other settings of configs/shakespeare_cpu.yaml, and with these for half the steps. Each takes eight minutes or less
+    All programs train on the same tokens in batches of the same size: nanoGPT, ours with its recipe, with Muon and
+    the other settings of MODERN, and with these for half the steps. Each takes eight minutes or less
     on an H100. nanoGPT evaluates random windows of the validation text, ours evenly spaced ones. The seconds of the
     curve are those of the steps alone: the number of steps times their median time, without the start, compilation,
     evaluations and checkpoints. `seconds` is the time from the launch to the last evaluation.

@@ -21,7 +21,7 @@ import yaml
 from runtime.config.errors import ConfigError, RunError
 from runtime.config.paths import expand_user_path
 from runtime.files import write_atomically
-from tools.experiment import change, reach, report, sandbox, verdicts
+from tools.experiment import change, reach, report, verdicts
 from tools.experiment.baseline import (
     baseline_margin,
     experiment_folder,
@@ -82,8 +82,6 @@ def race(config: ExperimentConfig, recipe: Recipe, jobs: JobRunner) -> list[str]
         raise ConfigError("note: is for a single idea; write it above the first diff of each patch")
     texts = [text for text in idea_texts(config.ideas) if text in config.ideas]
     named = {text: parse_idea(text) for text in recipe.until_stopped(texts)}
-    if any(idea.diff for idea in named.values()) and (problem := sandbox.problem()):
-        print(f"the code of ideas runs without a sandbox, read it first: {problem}", file=sys.stderr)
     if config.note is not None:
         named = {text: replace(idea, why=config.note) for text, idea in named.items()}
     baseline, recipe = resolve_baseline(with_base(recipe, config.ideas, named))
@@ -414,7 +412,8 @@ class Race:
         if not self.may_grow and not has_more:
             return "nothing is left to train; the same command races new ideas"
         if self.config.runs and self.num_runs() >= self.config.runs:
-            return f"--runs {self.config.runs} are trained"
+            of_baseline = len(runs_of(self.runs.results, self.record.rounds[0].baseline["digest"]))
+            return f"--runs {self.config.runs} are trained, {of_baseline} of them of the baseline"
         if self.runs.is_time_spent():
             return f"--minutes {self.config.minutes:g} are over"
         if self.is_budget_spent():

@@ -58,6 +58,19 @@ def problem() -> str:
     return "" if done.returncode == 0 else next(iter(done.stderr.strip().splitlines()[-1:]), "it does not start")
 
 
+def is_available() -> bool:
+    """Return whether this system has a sandbox; if not, warn once, because the code of ideas then runs without it."""
+    if reason := problem():
+        warn(reason)
+    return not reason
+
+
+@cache
+def warn(reason: str) -> None:
+    """Print, once for each reason, that there is no sandbox."""
+    print(f"the code of ideas runs without a sandbox, read it first: {reason}", file=sys.stderr)
+
+
 def call(function: str, *arguments: Any) -> None:
     """Call a function of the C library; raise OSError if it fails."""
     words = [word.encode() if isinstance(word, str) else word for word in arguments]

@@ -126,7 +126,7 @@ class Variant:
 
     def hidden_folders(self, folder: Path) -> list[Path]:
         """Return the folders that its code must not see, with that of the experiment; [] if it has no sandbox."""
-        if not self.changes_code or sandbox.problem():
+        if not (self.changes_code and sandbox.is_available()):
             return []
         return [folder, *hidden_checkouts(self.code)]
 
@@ -247,7 +247,7 @@ class Recipe:
         """Resolve settings by the code in a folder."""
         baseline = self.checkouts.folder(self.commit)
         command = [sys.executable, str(PROGRAM), str(code), "resolve", str(baseline)]
-        if code != baseline and not sandbox.problem():
+        if code != baseline and sandbox.is_available():
             files = self.experiments.glob("*/experiment.json") if self.experiments else ()
             hidden = [*hidden_checkouts(code), *(file.parent for file in files)]
             command = sandbox.command(command, hidden, [code, baseline])

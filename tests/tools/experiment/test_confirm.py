@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.config.errors import ConfigError
+from tools.experiment import sandbox
 
 A, B, C, NOTHING = "--model.effect_a 0.7", "--model.effect_b 0.8", "--model.effect_c 0.9", "--model.effect_c 1.0001"
 
@@ -101,9 +102,15 @@ def test_idea_that_changes_nothing_is_confirmed_as_such(experiments):
 
 @pytest.mark.slow
 def test_patches_are_confirmed(experiments, patches):
+    """Where there is no sandbox, each command says so before it runs code, also that of a folder."""
     one, two = patches.effect("one", 1, 0.7), patches.effect("two", 2, 0.8)
+    warning = "the code of ideas runs without a sandbox, read it first: "
+    sandbox.warn.cache_clear()
     assert experiments.race(str(patches.folder))["stack"] == [one, two]
+    assert experiments.errors.count(warning) == 1
+    sandbox.warn.cache_clear()  # as in another process
     found = experiments.confirm()
+    assert experiments.errors.count(warning) == 1
     assert [one["verdict"] for one in found["differences"]] == ["better"] * 4
 
 

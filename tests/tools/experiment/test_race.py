@@ -422,7 +422,7 @@ def test_result_says_whether_the_race_runs_and_what_was_refused(experiments):
     assert (running["state"], running["reason"]) == ("running", None)
     assert ended["state"] == "ended" and ended["reason"].startswith("nothing is left to train")
     assert [one["idea"] for one in ended["refused"]] == ["'", "--model.nope 1"] and ended["kind"] == "race"
-    assert experiments.race(A, "--steps", "90", runs=2)["reason"] == "--runs 2 are trained"
+    assert experiments.race(A, "--steps", "90", runs=2)["reason"] == "--runs 2 are trained, 2 of them of the baseline"
     experiments.hook(stop_at(0))
     experiments.race(B, error=SystemExit)
     reasons = [one["reason"] for one in experiments.report()["results"]]

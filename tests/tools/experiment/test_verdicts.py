@@ -229,6 +229,19 @@ def test_effects_of_discoveries_are_hardly_biased():
 
 # The cost of tuning
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", [0.01, 0.02, 0.03, 0.05])
+def test_gains_that_few_runs_find_are_those_of_the_page(monkeypatch, gain):
+    monkeypatch.setattr(f"{__name__}.DEVIATION", 0.009)
+    monkeypatch.setattr(f"{__name__}.MARGIN", MARGIN_ON_TEXT)
+    cells = []
+    for runs in (8, 16, 48):
+        races = simulate(100, [math.log1p(-gain)], runs)
+        cells.append(f"{sum((0, 'better') in race.ever_found for race in races)}")
+    assert f"| {100 * gain:.0f}% | {' | '.join(cells)} |" in PAGE
+
+
 # Forty ideas on text, of which at most the first one gains. Each has a best learning rate, half of the baseline's, the
 # same or twice as much, and loses RATE_COST for each factor of two from it. Most lose more in runs of 400 steps.
 DEVIATION_ON_TEXT, MARGIN_ON_TEXT, RATE_COST = 0.013, math.log1p(MARGIN_OF_LOSS), 0.02
