@@ -315,7 +315,10 @@ def test_figures_of_many_epochs(monkeypatch):
         [ideas] = ideas_of_rounds(race)
         effects = (show(ideas[f"{shifted}--model.dropout 0.1"]) for shifted in ("", "--data.crops shifted "))
         loss = f"{race['rounds'][0]['baseline_loss']:.3f}"
-        row = [f"{characters:,}", f"{1_228_800 / characters:.1f}", loss, *effects]
+        averaged = report.describe_race(RAW / folder / "races" / "dd7829af.json")
+        assert sum(not run.is_stopped for run in read_results(RAW / folder).values()) == 12
+        [[average]] = [race_of.values() for race_of in ideas_of_rounds(averaged)]
+        row = [f"{characters:,}", f"{1_228_800 / characters:.1f}", loss, *effects, show(average)]
         figures.append(f"| {' | '.join(row)} |")
     page = (ROOT / "docs" / "data.md").read_text()
     check_figures(joined(page.partition("### Many epochs")[2].partition("###")[0]), figures)
