@@ -101,11 +101,11 @@ SHORT = """--steps 11 --schedule.warmup_steps 0 --schedule.decay_steps 5 --evalu
 def curve(options: Namespace) -> Iterator[Group]:
     """Curves of GPT-2 124M on --text, validation loss against seconds: a group for each program.
 
-    All programs train on the same tokens in batches of the same size: nanoGPT, ours with its recipe, with Muon and
-    the other settings of MODERN, and with these for half the steps. Each takes eight minutes or less
-    on an H100. nanoGPT evaluates random windows of the validation text, ours evenly spaced ones. The seconds of the
-    curve are those of the steps alone: the number of steps times their median time, without the start, compilation,
-    evaluations and checkpoints. `seconds` is the time from the launch to the last evaluation.
+    All programs train on the same tokens in batches of the same size: nanoGPT, ours with its recipe, with the settings
+    of MODERN, and with these for half the steps. Each takes eight minutes or less on an H100. nanoGPT evaluates random
+    windows of the validation text, ours evenly spaced ones. The seconds of the curve are those of the steps alone: the
+    number of steps times their median time, without the start, compilation, evaluations and checkpoints. `seconds`
+    is the time from the launch to the last evaluation.
     """
     vocab_size = 50304  # of a tokenizer of 50,257 tokens; GPUs multiply matrices of a multiple of 128 faster
     recipe = """--dtype=bfloat16 --wandb_log=False --max_iters=400 --lr_decay_iters=400 --warmup_iters=40
